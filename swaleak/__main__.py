@@ -1,0 +1,3 @@
+from swaleak.cli import main
+
+main()

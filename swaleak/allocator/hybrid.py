@@ -1,0 +1,263 @@
+"""The hybrid allocator: a full pool, an SWA pool, the mapping between them, and a strategy.
+
+Written from the description in the README, with SGLang's names for what SGLang has too.
+``GroupedFrees`` is the part that frees; it is the same for the built-in model and for a strategy
+grafted on SGLang's own class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from swaleak.allocator.mapping import guarded, plain
+from swaleak.allocator.pool import PagePool, new_pages
+from swaleak.allocator.strategy import Strategy
+
+
+class GroupRefused(RuntimeError):
+    """A second ``free_group_begin``, or a ``free_group_end`` without one. Nothing has changed."""
+
+
+class Pool(Protocol):
+    """What ``GroupedFrees`` needs from a pool, ours or SGLang's."""
+
+    def free(self, free_index: Tensor) -> None:
+        """Give back the pages of these slots."""
+
+
+class GroupedFrees:
+    """Frees and free groups, decided by ``strategy``.
+
+    Full slots that a group frees wait in ``full_queue`` until it ends; whose SWA pages go with
+    them, and when that is decided, is the strategy's business.
+    """
+
+    page_size: int
+    full_attn_allocator: Any
+    swa_attn_allocator: Any
+    full_to_swa_index_mapping: Tensor
+
+    def take_strategy(self, strategy: type[Strategy]) -> None:
+        """Start with an empty queue under ``strategy``. To be called before the pools exist."""
+        self.strategy = strategy(self)
+        self.group_open = False
+        self.full_queue: list[Tensor] = []
+
+    def guard_mapping(self) -> None:
+        """Let the strategy hear of writes to the mapping, if it listens. Once the pools exist."""
+        self._mapping = plain(self.full_to_swa_index_mapping)
+        self._page = torch.arange(self.page_size, dtype=torch.int64, device=self._mapping.device)
+        if type(self.strategy).before_write is not Strategy.before_write:
+            self.full_to_swa_index_mapping = guarded(self._mapping, self.strategy.before_write)
+
+    @property
+    def batching(self) -> bool:
+        """Whether a free that comes now has to wait for the end of a group."""
+        return self.group_open and self.strategy.batches
+
+    def free(self, free_index: Tensor) -> None:
+        """Give back full slots and their SWA peers. ``free_index``: int64[n], full slots."""
+        self.free_swa(free_index)
+        self.free_full(free_index)
+
+    def free_swa(self, free_index: Tensor) -> None:
+        """Give back the SWA peers; whole pages, even if only one of their slots is named."""
+        if free_index.numel() == 0:
+            return
+        if self.batching:
+            self.strategy.free(free_index)
+        else:
+            self.release(self.resolve(free_index))
+
+    def free_full(self, free_index: Tensor) -> None:
+        """Give back full slots only: the node is a tombstone."""
+        if free_index.numel() == 0:
+            return
+        if self.batching:
+            self.full_queue.append(free_index.clone())
+        else:
+            self.full_attn_allocator.free(free_index)
+
+    def free_segment(self, free_index: Tensor, *, start_pos: int) -> None:
+        """As ``free``, for the slots of one request from token ``start_pos`` on."""
+        self.free_swa_segment(free_index, start_pos=start_pos)
+        self.free_full_segment(free_index, start_pos=start_pos)
+
+    def free_swa_segment(self, free_index: Tensor, *, start_pos: int) -> None:
+        """As ``free_swa``, for the slots of one request from token ``start_pos`` on."""
+        self.free_swa(free_index)
+
+    def free_full_segment(self, free_index: Tensor, *, start_pos: int) -> None:
+        """As ``free_full``, for the slots of one request from token ``start_pos`` on."""
+        self.free_full(free_index)
+
+    def free_group_begin(self) -> None:
+        """Hold frees until ``free_group_end``. Raises ``GroupRefused`` in an open group."""
+        if self.group_open:
+            raise GroupRefused("a free group is open already; groups do not nest")
+        self.group_open = True
+
+    def free_group_end(self) -> None:
+        """Carry out what the group holds. Raises ``GroupRefused`` if none is open."""
+        if not self.group_open:
+            raise GroupRefused("no free group is open")
+        self.group_open = False
+        self.strategy.flush()
+        if self.full_queue:
+            queue, self.full_queue = self.full_queue, []
+            self.full_attn_allocator.free(torch.cat(queue))
+
+    def clear(self) -> None:
+        """Forget every queue, then reset the pools."""
+        self.strategy.clear()
+        self.group_open = False
+        self.full_queue = []
+        super().clear()  # type: ignore[misc]
+
+    def resolve(self, full: Tensor) -> Tensor:
+        """Look up the SWA peers of whole pages and clear their mapping.
+
+        ``full``: int64[n], full slots. Returns int64[m], SWA slots, 0 where there is none.
+        """
+        if self.page_size > 1:
+            pages = torch.unique(full // self.page_size)
+            full = (pages[:, None] * self.page_size + self._page).reshape(-1)
+        swa = self._mapping[full]
+        self._mapping.index_fill_(0, full, 0)
+        return swa
+
+    def release(self, swa: Tensor) -> None:
+        """Put SWA slots (int64[n]) back; zeros and repetitions are ignored."""
+        if self.page_size == 1:
+            swa = torch.unique(swa)  # a paged pool does this itself
+        self.swa_attn_allocator.free(swa[swa > 0])
+
+
+class _Pools:
+    """The two pools and the mapping: everything but freeing."""
+
+    def __init__(self, size: int, size_swa: int, page_size: int, device: str) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.full_attn_allocator = PagePool(size, page_size, device)
+        self.swa_attn_allocator = PagePool(size_swa, page_size, device)
+        # page 0 is padding; the last entry is "no location" and maps to itself
+        self.full_to_swa_index_mapping = torch.zeros(
+            size + page_size + 1, dtype=torch.int64, device=device
+        )
+        self.full_to_swa_index_mapping[-1] = -1
+
+    def clear(self) -> None:
+        self.full_attn_allocator.clear()
+        self.swa_attn_allocator.clear()
+        self.full_to_swa_index_mapping[:-1].fill_(0)
+
+    def full_available_size(self) -> int:
+        """Return the number of free full slots."""
+        return self.full_attn_allocator.available_size()
+
+    def swa_available_size(self) -> int:
+        """Return the number of free SWA slots."""
+        return self.swa_attn_allocator.available_size()
+
+    def available_size(self) -> int:
+        """Return how many slots can be had from both pools."""
+        return min(self.full_available_size(), self.swa_available_size())
+
+    def translate_loc_from_full_to_swa(self, kv_indices: Tensor) -> Tensor:
+        """Return the SWA peers, int64[n], of full slots; 0 for none, -1 for location -1."""
+        return plain(self.full_to_swa_index_mapping)[kv_indices]
+
+    def set_full_to_swa_mapping(self, full_indices: Tensor, swa_indices: Tensor) -> None:
+        """Point full slots at SWA slots, int64[n] each. Every write but ``resolve`` comes here."""
+        if full_indices.numel():
+            self.full_to_swa_index_mapping[full_indices.long()] = swa_indices.long()
+
+    def alloc(self, need_size: int) -> Tensor | None:
+        """Allocate whole pages from both pools. Return int64[need_size], full slots, or None."""
+        if need_size > self.available_size():
+            return None
+        full = self.full_attn_allocator.alloc(need_size)
+        swa = self.swa_attn_allocator.alloc(need_size)
+        assert full is not None and swa is not None
+        self.set_full_to_swa_mapping(full, swa)
+        return full
+
+    def alloc_extend(
+        self,
+        prefix_lens: Tensor,
+        prefix_lens_cpu: Tensor,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor,
+        last_loc: Tensor,
+        extend_num_tokens: int,
+    ) -> Tensor | None:
+        """Grow requests from ``prefix_lens`` to ``seq_lens`` tokens (int64[bs], and on the CPU).
+
+        ``last_loc``: int64[bs], full slot of each one's last token, -1 for none. Returns
+        int64[extend_num_tokens], full slots, or None if a pool is too small.
+        """
+        pages = new_pages(prefix_lens_cpu, seq_lens_cpu, self.page_size)
+        if pages * self.page_size > self.available_size():
+            return None
+        swa_last = self.translate_loc_from_full_to_swa(last_loc)
+        full = self.full_attn_allocator.extend(prefix_lens, seq_lens, last_loc, pages)
+        swa = self.swa_attn_allocator.extend(prefix_lens, seq_lens, swa_last, pages)
+        assert full is not None and swa is not None
+        self.set_full_to_swa_mapping(full, swa)
+        return full
+
+    def alloc_decode(
+        self, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor
+    ) -> Tensor | None:
+        """Grow each request by one token, to ``seq_lens``; as ``alloc_extend``."""
+        before, before_cpu = seq_lens - 1, seq_lens_cpu - 1
+        return self.alloc_extend(
+            before, before_cpu, seq_lens, seq_lens_cpu, last_loc, len(seq_lens_cpu)
+        )
+
+    def alloc_extend_swa_tail(
+        self,
+        prefix_lens: Tensor,
+        prefix_lens_cpu: Tensor,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor,
+        last_loc: Tensor,
+        extend_num_tokens: int,
+        swa_tail_len: int,
+    ) -> Tensor | None:
+        """As ``alloc_extend`` for one request, with SWA peers for its last tokens only."""
+        pages = new_pages(prefix_lens_cpu, seq_lens_cpu, self.page_size)
+        if (
+            pages * self.page_size > self.full_available_size()
+            or swa_tail_len > self.swa_available_size()
+        ):
+            return None
+        full = self.full_attn_allocator.extend(prefix_lens, seq_lens, last_loc, pages)
+        assert full is not None
+        head = extend_num_tokens - swa_tail_len
+        if swa_tail_len:
+            swa = self.swa_attn_allocator.alloc(swa_tail_len)
+            assert swa is not None
+            self.set_full_to_swa_mapping(full[head:], swa[:swa_tail_len])
+        self.set_full_to_swa_mapping(full[:head], torch.zeros_like(full[:head]))
+        return full
+
+
+class HybridAllocator(GroupedFrees, _Pools):
+    """The built-in model.
+
+    ``size`` and ``size_swa`` are slots, without the padding page. ``device`` is a torch device
+    name. It synchronises with the host where a free list has to know its length: at a release
+    and, above page size 1, when pages are told apart.
+    """
+
+    def __init__(
+        self, size: int, size_swa: int, page_size: int, device: str, strategy: type[Strategy]
+    ) -> None:
+        self.take_strategy(strategy)
+        super().__init__(size, size_swa, page_size, device)
+        self.guard_mapping()

@@ -1,0 +1,289 @@
+"""The audit: what an allocator says about itself, held against the ledger.
+
+Reading and judging are apart. ``read`` looks at the device once and brings page numbers back to
+the host, as many as are in use, however large the pools are; ``audit`` is plain Python over them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from swaleak.check.ledger import Ledger
+
+
+class State(NamedTuple):
+    """An allocator's state, on its device.
+
+    ``mapping``: int64[full slots + padding page + 1]. ``full_free``, ``swa_free``: int64[n], the
+    free lists, page numbers. ``full_pages``, ``swa_pages``: pool sizes in pages.
+    """
+
+    page_size: int
+    mapping: Tensor
+    full_free: Tensor
+    swa_free: Tensor
+    full_pages: int
+    swa_pages: int
+
+
+class Audited(Protocol):
+    """Whatever can show its state."""
+
+    def state(self) -> State:
+        """Return the state as it is now; nothing is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One disagreement. ``pages``: of ``pool``; with ``owner``, the node's own 0th, 1st, … page."""
+
+    kind: str
+    pages: tuple[int, ...]
+    pool: str | None = None
+    owner: str | None = None
+
+    def __str__(self) -> str:
+        pages = f"page{'s' if len(self.pages) > 1 else ''} {_enumerate(self.pages)}"
+        where = f"{self.owner}'s" if self.owner else str(self.pool)
+        return f"{self.kind}: {where} {pages}"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What a look at an allocator found.
+
+    Counts are pages. ``physical``: SWA pages not in the free list; ``mapped``: distinct SWA pages
+    the mapping points at; ``full``: full pages not in the free list.
+    """
+
+    physical: int
+    mapped: int
+    full: int
+    violations: tuple[Violation, ...]
+
+    @property
+    def verdict(self) -> str:
+        """``clean``, ``leak`` (with or without more) or ``corrupt``."""
+        if any(violation.kind == "leak" for violation in self.violations):
+            return "leak"
+        return "corrupt" if self.violations else "clean"
+
+
+class FreeList(NamedTuple):
+    """A free list, seen from the other side."""
+
+    held: set[int]
+    twice: list[int]
+    reserved: list[int]
+
+
+class Reading(NamedTuple):
+    """A state on the host.
+
+    ``peers``: per full page that maps anything, the SWA page it maps to and from how many slots;
+    page -1 where its slots disagree. ``pointed``: all SWA pages that are mapped to.
+    """
+
+    full: FreeList
+    swa: FreeList
+    peers: dict[int, tuple[int, int]]
+    pointed: set[int]
+
+
+SMALL = 4096  # slots; below this, lists are faster than kernels on a CPU
+CHUNK = 2**20  # slots looked at together, so that temporaries stay small
+
+
+def read(state: State) -> Reading:
+    """Bring the page-granular state to the host, with one synchronisation."""
+    if len(state.mapping) <= SMALL and state.mapping.device.type == "cpu":
+        peers, pointed = _peers_of_lists(state)
+        full = _free_list(state.full_free.tolist(), state.full_pages)
+        swa = _free_list(state.swa_free.tolist(), state.swa_pages)
+        return Reading(full, swa, peers, pointed)
+    return _read_tensors(state)
+
+
+def counts(reading: Reading) -> tuple[int, int]:
+    """Return physical and mapped SWA pages."""
+    return len(reading.swa.held), len(reading.pointed)
+
+
+def audit(allocator: Audited, ledger: Ledger) -> Audit:
+    """Hold the allocator against the ledger, in the middle of a group too.
+
+    While a group is open, pages that wait for its end are nobody's fault: only counts are given.
+    """
+    reading = read(allocator.state())
+    physical, mapped = counts(reading)
+    found = () if ledger.in_group else tuple(judge(reading, ledger))
+    return Audit(physical, mapped, len(reading.full.held), found)
+
+
+def judge(reading: Reading, ledger: Ledger) -> list[Violation]:
+    """Return every disagreement between a reading and the ledger, by kind."""
+    found: dict[tuple[str, str | None, str | None], list[int]] = {}
+
+    def add(kind: str, page: int, pool: str | None = None, owner: str | None = None) -> None:
+        found.setdefault((kind, pool, owner), []).append(page)
+
+    unclaimed = dict(reading.peers)
+    full_owned: set[int] = set()
+    for nodes, owns_full in ((ledger.nodes, True), (ledger.ghosts, False)):
+        for name, node in nodes.items():
+            if owns_full:
+                full_owned.update(node.full)
+            left = node.slots
+            for i, (full, swa) in enumerate(zip(node.full, node.swa, strict=True)):
+                there = unclaimed.pop(full, None)
+                slots = min(left, ledger.page_size)
+                left -= slots
+                if there is None:
+                    if swa is not None:
+                        add("lost", i, owner=name)
+                elif there[0] < 0:
+                    add("misaligned" if swa is not None else "stale", i, owner=name)
+                elif swa is None:
+                    add("stale", i, owner=name)
+                elif there != (swa, slots):
+                    add("lost", i, owner=name)
+                    add("stale", i, owner=name)
+    for full in unclaimed:
+        add("stale", full, pool="full")
+
+    for page in sorted(reading.swa.held - reading.pointed):
+        add("leak", page, pool="swa")
+    for page in sorted(reading.full.held - full_owned):
+        add("leak", page, pool="full")
+    for page in sorted(reading.pointed - reading.swa.held):
+        add("dangling", page, pool="swa")
+    for page in sorted(full_owned - reading.full.held):
+        add("dangling", page, pool="full")
+    sharers = Counter(swa for swa, _ in reading.peers.values() if swa >= 0)
+    for page in sorted(page for page, owners in sharers.items() if owners > 1):
+        add("shared", page, pool="swa")
+    for pool, free in (("swa", reading.swa), ("full", reading.full)):
+        for page in free.twice:
+            add("double-free", page, pool=pool)
+        for page in free.reserved:
+            add("reserved", page, pool=pool)
+    order = {kind: i for i, kind in enumerate(_ORDER)}
+    return [
+        Violation(kind, tuple(pages), pool, owner)
+        for (kind, pool, owner), pages in sorted(found.items(), key=lambda item: order[item[0][0]])
+    ]
+
+
+_ORDER = ("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned")
+
+
+def _peers_of_lists(state: State) -> tuple[dict[int, tuple[int, int]], set[int]]:
+    size = state.page_size
+    flat: list[int] = state.mapping.tolist()
+    peers: dict[int, tuple[int, int]] = {}
+    pointed: set[int] = set()
+    if size == 1:
+        peers = {full: (swa, 1) for full, swa in enumerate(flat) if swa and full < len(flat) - 1}
+        return peers, {swa for swa, _ in peers.values() if swa > 0}
+    for page in range((len(flat) - 1) // size):
+        row = flat[page * size : (page + 1) * size]
+        if any(row):
+            filled = next((i for i, slot in enumerate(row) if not slot), size)
+            base = row[0]
+            aligned = base % size == 0 and row == [
+                *range(base, base + filled),
+                *[0] * (size - filled),
+            ]
+            peers[page] = (base // size, filled) if filled and aligned else (-1, 0)
+            pointed.update(slot // size for slot in row if slot > 0)
+    return peers, pointed
+
+
+def _free_list(listed: list[int], pages: int) -> FreeList:
+    distinct = set(listed)
+    twice: list[int] = []
+    if len(distinct) < len(listed):
+        twice = sorted(page for page, times in Counter(listed).items() if times > 1)
+    reserved = sorted(page for page in distinct if not 1 <= page <= pages)
+    return FreeList(set(range(1, pages + 1)) - distinct, twice, reserved)
+
+
+def _read_tensors(state: State) -> Reading:
+    """Read large pools, and GPUs: shapes that depend on no data, one copy to the host."""
+    rows = state.mapping[:-1].view(-1, state.page_size)
+    swa = rows.new_zeros(len(rows))
+    filled = rows.new_zeros(len(rows))
+    pointed = rows.new_zeros(state.swa_pages + 3)  # shifted by one, see _read_rows
+    step = max(1, CHUNK // state.page_size)
+    for start in range(0, len(rows), step):
+        chunk = rows[start : start + step]
+        if chunk.device.type == "cpu" and not chunk.any():
+            continue
+        _read_rows(chunk, swa[start : start + step], filled[start : start + step], pointed)
+    parts = (
+        swa,
+        filled,
+        pointed,
+        _times(state.full_free, state.full_pages),
+        _times(state.swa_free, state.swa_pages),
+    )
+    host = torch.cat(parts).cpu()
+    swa, filled, pointed, full_times, swa_times = torch.split(host, [len(part) for part in parts])
+    used = swa.nonzero().reshape(-1)
+    pairs = zip(swa[used].tolist(), filled[used].tolist(), strict=True)
+    return Reading(
+        _free_list_of_times(full_times, state.full_free),
+        _free_list_of_times(swa_times, state.swa_free),
+        {page: (max(to, -1), n) for page, (to, n) in zip(used.tolist(), pairs, strict=True)},
+        set(pointed[1:].nonzero().reshape(-1).tolist()),
+    )
+
+
+def _read_rows(rows: Tensor, swa: Tensor, filled: Tensor, pointed: Tensor) -> None:
+    """Fill in, per page of ``rows`` (int64[pages, page size]), what it maps to.
+
+    ``swa``: the SWA page, -1 where its slots disagree. ``filled``: the number of slots that map.
+    ``pointed``: a mark for each SWA page (shifted by one) that any slot points at.
+    """
+    size = rows.shape[1]
+    base = rows[:, 0]
+    used = rows != 0
+    filled.copy_(used.sum(1))
+    place = torch.arange(size, device=rows.device)
+    ordered = (rows - place == base[:, None]) | ~used
+    dense = used == (place < filled[:, None])
+    aligned = ordered.all(1) & dense.all(1) & (base % size == 0)
+    swa.copy_(torch.where(aligned, base // size, -1))
+    filled.mul_(aligned)
+    pages = torch.where(rows > 0, rows // size, -1).clamp_(max=len(pointed) - 2)
+    pointed.index_fill_(0, pages.add_(1).reshape(-1), 1)  # place 0: slots that map nowhere
+
+
+def _times(free: Tensor, pages: int) -> Tensor:
+    """Return int64[pages + 2]: how often each page is in the free list; last, those outside."""
+    times = torch.zeros(pages + 2, dtype=torch.int64, device=free.device)
+    place = torch.where((free < 0) | (free > pages), pages + 1, free)
+    return times.index_add_(0, place, torch.ones_like(free))
+
+
+def _free_list_of_times(times: Tensor, free: Tensor) -> FreeList:
+    pages = len(times) - 2
+    inside = times[1:-1]
+    reserved = [0] if times[0] else []
+    if times[-1]:  # something is very wrong; worth a second look at the device
+        reserved += torch.unique(free[(free < 0) | (free > pages)]).tolist()
+    return FreeList(
+        set((inside.eq(0).nonzero().reshape(-1) + 1).tolist()),
+        (times[:-1] > 1).nonzero().reshape(-1).tolist(),
+        sorted(reserved),
+    )
+
+
+def _enumerate(pages: tuple[int, ...], most: int = 6) -> str:
+    shown = ", ".join(str(page) for page in pages[:most])
+    return shown + (f" and {len(pages) - most} more" if len(pages) > most else "")

@@ -1,0 +1,116 @@
+"""One case: a scenario on a target, under a strategy, at a page size; and was that declared?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swaleak.check.replay import Run, replay
+from swaleak.errors import ScriptError, UsageError
+from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Known, Outcome, Scenario
+from swaleak.target import SHIPPED, Sizes, Target
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What came out, beside what was declared.
+
+    ``declared``: None where nothing is declared. ``known``: the failure that is known to happen
+    here in SGLang as shipped.
+    """
+
+    scenario: Scenario
+    target: str
+    strategy: str
+    origin: str
+    page_size: int
+    run: Run
+    declared: Outcome | None
+    known: Known | None
+
+    @property
+    def verdict(self) -> str:
+        """Clean, leak, corrupt, refused or error."""
+        return self.run.verdict
+
+    @property
+    def physical(self) -> int:
+        """SWA pages that are not in the free list, at the end."""
+        return self.run.audit.physical
+
+    @property
+    def mapped(self) -> int:
+        """SWA pages that the mapping points at, at the end."""
+        return self.run.audit.mapped
+
+    @property
+    def safe(self) -> bool:
+        """Whether a candidate may come out like this: clean, or it refused and changed nothing."""
+        return self.verdict in ("clean", "refused") and not self.run.unmet
+
+    @property
+    def as_declared(self) -> bool:
+        """Whether it came out as declared; True where nothing is."""
+        if self.run.unmet:
+            return False
+        if self.declared is None:
+            return True
+        if self.origin == SHIPPED and self.known is None:
+            return self.safe
+        return self.verdict == self.declared.verdict and self._counts() and self._kinds()
+
+    def _counts(self) -> bool:
+        declared = self.declared
+        assert declared is not None
+        if declared.physical is None or declared.mapped is None:
+            return declared.physical in (None, self.physical) and declared.mapped in (
+                None,
+                self.mapped,
+            )
+        # every round leaks what the first one leaked
+        lost = (declared.physical - declared.mapped) * (self.run.repeats - 1)
+        expected = (declared.physical + lost, declared.mapped)
+        return (self.physical, self.mapped) == expected
+
+    def _kinds(self) -> bool:
+        assert self.declared is not None
+        found = {violation.kind for violation in self.run.audit.violations}
+        return found.issuperset(self.declared.kinds)
+
+
+def run_case(
+    scenario: Scenario,
+    target: Target,
+    strategy: str,
+    page_size: int,
+    *,
+    keep_steps: bool = False,
+    repeat: int = 1,
+) -> Case:
+    """Run one case. Raises ``ScriptError`` with the file and step that make no sense."""
+    origin = target.origin(strategy)
+    allocator = target.make(strategy, sizes_for(scenario, page_size, repeat))
+    try:
+        run = replay(allocator, scenario.steps, keep_steps=keep_steps, repeat=repeat)
+    except ScriptError as error:
+        raise ScriptError(f"{scenario.source or scenario.name}: {error}") from None
+    known = None
+    declared: Outcome | None = scenario.declared(strategy)
+    if origin == SHIPPED:
+        known = scenario.known_failure(target.version, page_size)
+        declared = known.outcome if known else Outcome("clean") if target.version else None
+    return Case(scenario, target.name, strategy, origin, page_size, run, declared, known)
+
+
+def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:
+    """Return the pools a scenario asks for, and room for what ``repeat`` rounds can leak."""
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise UsageError(f"page size {page_size}: must be from 1 to {MAX_PAGE_SIZE}")
+    asked = sum(getattr(op, "pages", 0) for op in scenario.steps) if repeat > 1 else 0
+    spare = (repeat - 1) * asked
+    full, swa = scenario.full_pages + spare, scenario.swa_pages + spare
+    if max(full, swa) * page_size > MAX_SLOTS:
+        raise UsageError(
+            f"{scenario.name}: {max(full, swa)} pages of {page_size} slots are over the limit of "
+            f"{MAX_SLOTS} slots a pool"
+        )
+    return Sizes(full, swa, page_size)

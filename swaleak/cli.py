@@ -1,0 +1,289 @@
+"""The commands. Each reads its options, calls one function and prints one report.
+
+Torch is imported inside the commands that need it, so that ``--help`` and ``list`` are quick.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swaleak import __version__
+from swaleak.errors import SwaleakError, UsageError
+from swaleak.script import scenario as scenarios
+
+if TYPE_CHECKING:
+    from swaleak.check.case import Case
+    from swaleak.report.tables import Report
+    from swaleak.script.scenario import Scenario
+    from swaleak.target import Target
+
+app = typer.Typer(
+    name="swaleak",
+    help="Reproduce SGLang's SWA page leak, and find out whether a fix for it holds.",
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Format(StrEnum):
+    """How a report is printed."""
+
+    table = "table"
+    markdown = "markdown"
+    json = "json"
+
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SCENARIO]...", help="Names from `swaleak list`, or TOML files."),
+]
+Strategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        metavar="NAME",
+        help="eager, deferred, enqueue, barrier or shipped; repeatable. Default: all four.",
+    ),
+]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="TARGET",
+        help="Whose allocator: builtin, installed, or the path of an SGLang wheel or checkout. "
+        "auto: the installed SGLang if there is one, else the built-in model.",
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+PageSizes = Annotated[
+    list[int] | None,
+    typer.Option("--page-size", metavar="N", help="Slots a page; repeatable."),
+]
+Formats = Annotated[Format, typer.Option("--format", "-f", help="How to print the report.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Also write it: .json, .md, .svg, .html."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"swaleak {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def repro(
+    names: Names = None,
+    strategy: Strategies = None,
+    on: On = "auto",
+    device: Device = "auto",
+    page_size: PageSizes = None,
+    steps: Annotated[bool, typer.Option("--steps", help="Show every step.")] = False,
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=1, metavar="N", help="Rounds on one allocator.")
+    ] = 1,
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Replay scenarios: physical and mapped SWA pages, and who lost what.
+
+    Exit code 0: it came out as the scenario declares. 1: it did not.
+    """
+    _check_output(output)
+    chosen = [scenarios.load(name) for name in names or [scenarios.DEFAULT]]
+    target = _open(on, device)
+    from swaleak.report.tables import repro_report
+
+    cases = [
+        case
+        for scenario in chosen
+        for name in _strategies(target, strategy)
+        for case in _cases(
+            scenario, target, name, page_size or scenario.page_sizes, steps=steps, repeat=repeat
+        )
+    ]
+    _finish(repro_report(_header(target), cases, **_where(target)), format, output)
+
+
+@app.command()
+def verify(
+    on: On = "auto",
+    device: Device = "auto",
+    page_size: PageSizes = None,
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Run the whole catalogue under every strategy: what leaks must leak, the fixes must hold.
+
+    Exit code 0: all came out as declared. 1: something did not.
+    """
+    _check_output(output)
+    catalogue = scenarios.catalogue()
+    target = _open(on, device)
+    from swaleak.report.tables import verify_report
+
+    cases = [
+        case
+        for scenario in catalogue
+        for name in _strategies(target, None)
+        for case in _cases(scenario, target, name, _sizes_of(scenario, page_size))
+    ]
+    if not cases:
+        raise UsageError("no scenario runs at this page size; `swaleak list` shows which do")
+    _finish(verify_report(_header(target), cases, **_where(target)), format, output)
+
+
+@app.command("list")
+def list_(format: Formats = Format.table, output: Output = None) -> None:
+    """List the catalogue of scenarios."""
+    _check_output(output)
+    from swaleak.report.catalogue import list_report
+
+    _finish(list_report(scenarios.catalogue()), format, output)
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(metavar="SCENARIO", help="A name, or a TOML file.")],
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Show one scenario: its story, its steps, and what is declared."""
+    _check_output(output)
+    from swaleak.report.catalogue import show_report
+
+    _finish(show_report(scenarios.load(name)), format, output)
+
+
+@app.command()
+def doctor(format: Formats = Format.table, output: Output = None) -> None:
+    """Say what this machine has: torch, devices, an installed SGLang and what it ships."""
+    _check_output(output)
+    from swaleak.report.doctor import doctor_report
+
+    _finish(doctor_report(), format, output)
+
+
+def main() -> None:
+    """Run the command line. The only place where an error becomes an exit code."""
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except SwaleakError as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:  # `swaleak … | head`: nobody reads on
+        sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # Typer's own: an option it cannot read
+        if usage is None:
+            raise
+        _fail(" ".join(usage().split()), 2)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"swaleak: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _open(on: str, device: str) -> Target:
+    from swaleak.target import choose_device, open_target
+
+    return open_target(on, choose_device(device))
+
+
+def _strategies(target: Target, asked: list[str] | None) -> list[str]:
+    """Return short names. Without any asked for: all four, one of which may be the target's own."""
+    from swaleak.target import strategy_of
+
+    if asked:
+        return list(dict.fromkeys(strategy_of(name) for name in asked))
+    return [name for name in target.strategies() if name != "shipped"]
+
+
+def _sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:
+    """Return the scenario's page sizes, of which those that were asked for."""
+    return tuple(size for size in scenario.page_sizes if not asked or size in asked)
+
+
+def _cases(
+    scenario: Scenario,
+    target: Target,
+    strategy: str,
+    page_sizes: list[int] | tuple[int, ...],
+    *,
+    steps: bool = False,
+    repeat: int = 1,
+) -> list[Case]:
+    from swaleak.check.case import run_case
+
+    return [
+        run_case(scenario, target, strategy, size, keep_steps=steps, repeat=repeat)
+        for size in page_sizes
+    ]
+
+
+def _where(target: Target) -> dict[str, str]:
+    import torch
+
+    return {"torch": str(torch.__version__), "device": target.device}
+
+
+def _header(target: Target) -> str:
+    """Return the first line of a report: what was driven, on which device."""
+    import torch
+
+    what = "the built-in model" if target.name == "builtin" else target.name
+    ships = f" (ships {target.ships})" if target.ships else ""
+    device = target.device
+    if device.startswith("cuda"):
+        device = f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"swaleak {__version__}: {what}{ships} on {device}, torch {torch.__version__}"
+
+
+def _check_output(output: Path | None) -> None:
+    if output is not None:
+        from swaleak.report.files import check_ending
+
+        check_ending(output)
+
+
+def _finish(report: Report, format: Format, output: Path | None) -> None:
+    """Print the report, write it if asked to, and leave with its exit code."""
+    if output is not None:
+        from swaleak.report.files import write
+
+        write(report, output)
+    if format is Format.json:
+        sys.stdout.write(report.as_json())
+    elif format is Format.markdown:
+        sys.stdout.write(report.as_markdown())
+    else:
+        from rich.console import Console
+
+        report.print_to(Console(highlight=False))
+    raise typer.Exit(0 if report.ok else 1)

@@ -1,0 +1,34 @@
+"""What can go wrong, each with the exit code it ends in. Only ``cli.py`` turns them into exits."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SwaleakError(Exception):
+    """Base of all errors that are meant for the person at the keyboard: one line each."""
+
+    exit_code = 2
+
+
+class UsageError(SwaleakError):
+    """An option or argument that cannot be used."""
+
+
+class ScriptError(SwaleakError):
+    """A scenario or trace that makes no sense: which file, which step, why."""
+
+
+class TargetError(SwaleakError):
+    """A target that exists but cannot be loaded (125, so that ``git bisect run`` skips it)."""
+
+    exit_code = 125
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the sentence for a name nobody knows, with the nearest ones that exist."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
+    return f"unknown {kind} {name!r}; {hint}"

@@ -1,0 +1,58 @@
+"""What this machine has, for a bug report or a first look."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from swaleak import __version__
+from swaleak.errors import SwaleakError
+from swaleak.report.tables import Cell, Grid, Report, Section
+from swaleak.script import scenario
+from swaleak.sglang import source
+from swaleak.target import SGLang, choose_device
+
+
+def doctor_report() -> Report:
+    """Return versions, devices and the installed SGLang; ``ok`` is False if that cannot be read."""
+    device = choose_device("auto")
+    facts: dict[str, Any] = {
+        "swaleak": __version__,
+        "python": f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}",
+        "torch": str(torch.__version__),
+        "typer": version("typer"),
+        "rich": version("rich"),
+        "devices": ["cpu", *_cuda_devices()],
+        "default device": device,
+        "scenarios": f"{len(scenario.names())} in {scenario.folder()}",
+    }
+    ok = True
+    try:
+        facts["sglang"] = _installed(device)
+    except SwaleakError as error:
+        ok, facts["sglang"] = False, str(error)
+    rows = tuple(
+        (Cell(k), Cell(", ".join(v) if isinstance(v, list) else v)) for k, v in facts.items()
+    )
+    section = Section("", Grid(("what", "here"), rows))
+    body = {"results": [facts]}
+    header = f"swaleak {__version__}"
+    return Report("doctor", ok, header, (section,), body, str(torch.__version__), device)
+
+
+def _cuda_devices() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    return [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count)]
+
+
+def _installed(device: str) -> str:
+    if not source.is_installed():
+        return "not installed (not needed: --on takes a wheel or a checkout)"
+    target = SGLang(source.from_installed(), device)
+    return f"{target.name} in {target.tree.place}, ships {target.ships}"

@@ -1,0 +1,81 @@
+"""Writes a report to a file, in the form its ending names; never half a file."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swaleak.errors import UsageError, unknown
+from swaleak.report.tables import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 100  # columns of an SVG or HTML picture
+
+
+def _recorded(report: Report) -> Console:
+    from rich.console import Console
+
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    report.print_to(console)
+    return console
+
+
+def _svg(report: Report) -> str:
+    return _recorded(report).export_svg(title=f"swaleak {report.command}")
+
+
+def _html(report: Report) -> str:
+    return _recorded(report).export_html(inline_styles=True)
+
+
+FORMATS: dict[str, Callable[[Report], str]] = {
+    ".json": Report.as_json,
+    ".md": Report.as_markdown,
+    ".svg": _svg,
+    ".html": _html,
+}
+
+
+def check_ending(path: Path) -> None:
+    """Raise ``UsageError`` for an ending no report can be written as, before any work is done."""
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"-o {path}: " + unknown("ending", path.suffix or "(none)", FORMATS))
+    if not path.parent.is_dir():
+        raise UsageError(f"-o {path}: there is no folder {path.parent}")
+
+
+def write(report: Report, path: Path) -> None:
+    """Write ``report`` beside ``path`` and rename it into place."""
+    write_text(FORMATS[path.suffix.lower()](report), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write ``text`` (UTF-8) beside ``path`` and rename it into place.
+
+    Raises ``UsageError`` if the disk does not take it; an older file is then still whole.
+    """
+    handle, name = -1, ""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except OSError as error:
+        if name:
+            Path(name).unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

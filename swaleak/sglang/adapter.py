@@ -1,0 +1,184 @@
+"""Drives an allocator that has SGLang's shape, and grafts a strategy on such a class.
+
+The built-in model has that shape too, so one driver serves both. Names are those of v0.5.18.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from swaleak.allocator.hybrid import GroupedFrees
+from swaleak.allocator.mapping import plain
+from swaleak.allocator.strategy import Strategy
+from swaleak.check.audit import State
+
+
+class Driver:
+    """Carries out a script's operations on one allocator instance.
+
+    Slots are int64[n] tensors on the allocator's device. ``substituted`` collects the calls that
+    were made in place of ones that a release lacks.
+    """
+
+    def __init__(self, allocator: Any) -> None:
+        self.allocator = allocator
+        self.page_size: int = allocator.page_size
+        self.full_pool: Any = allocator.full_attn_allocator
+        self.swa_pool: Any = allocator.swa_attn_allocator
+        self.substituted: dict[str, str] = {}
+
+    def alloc(self, pages: int) -> Tensor | None:
+        """``alloc`` at page size 1, else whole pages from each pool and a mapping between them."""
+        if self.page_size == 1:
+            return cast("Tensor | None", self.allocator.alloc(pages))
+        slots = pages * self.page_size
+        if slots > min(self.full_pool.available_size(), self.swa_pool.available_size()):
+            return None
+        full, swa = self.full_pool.alloc(slots), self.swa_pool.alloc(slots)
+        self.allocator.set_full_to_swa_mapping(full, swa)
+        return cast(Tensor, full)
+
+    def alloc_tail(self, pages: int, tail: int) -> Tensor | None:
+        """``alloc_extend_swa_tail`` for a request without a prefix."""
+        tokens = pages * self.page_size
+        device = self.state().mapping.device
+        prefix_cpu, seq_cpu = torch.tensor([0]), torch.tensor([tokens])
+        full = self.allocator.alloc_extend_swa_tail(
+            prefix_cpu.to(device),
+            prefix_cpu,
+            seq_cpu.to(device),
+            seq_cpu,
+            torch.tensor([-1], device=device),
+            tokens,
+            tail * self.page_size,
+        )
+        return cast("Tensor | None", full)
+
+    def alloc_swa(self, pages: int) -> Tensor | None:
+        """``swa_attn_allocator.alloc``: SWA slots that nothing maps to yet."""
+        return cast("Tensor | None", self.swa_pool.alloc(pages * self.page_size))
+
+    def free(self, full: Tensor) -> None:
+        """``free``."""
+        self.allocator.free(full)
+
+    def free_swa(self, full: Tensor) -> None:
+        """``free_swa``."""
+        self.allocator.free_swa(full)
+
+    def free_full(self, full: Tensor) -> None:
+        """``free_full`` (0.5.19 and later), else ``free``."""
+        if hasattr(self.allocator, "free_full"):
+            self.allocator.free_full(full)
+        else:
+            self._instead("free_full", "free")(full)
+
+    def free_segment(self, full: Tensor) -> None:
+        """``free_segment`` with ``start_pos`` = 0, else ``free``."""
+        self._segment("free_segment", "free", full)
+
+    def free_swa_segment(self, full: Tensor) -> None:
+        """``free_swa_segment`` (0.5.20 and later) with ``start_pos`` = 0, else ``free_swa``."""
+        self._segment("free_swa_segment", "free_swa", full)
+
+    def free_full_pool(self, full: Tensor) -> None:
+        """``full_attn_allocator.free``."""
+        self.full_pool.free(full)
+
+    def translate(self, full: Tensor) -> Tensor:
+        """``translate_loc_from_full_to_swa``."""
+        return cast(Tensor, self.allocator.translate_loc_from_full_to_swa(full))
+
+    def point(self, full: Tensor, swa: Tensor) -> None:
+        """``set_full_to_swa_mapping``."""
+        self.allocator.set_full_to_swa_mapping(full, swa)
+
+    def clear_mapping(self, full: Tensor) -> None:
+        """A direct write: ``full_to_swa_index_mapping[full] = 0``."""
+        self.allocator.full_to_swa_index_mapping[full] = 0
+
+    def group_begin(self) -> None:
+        """``free_group_begin``."""
+        self.allocator.free_group_begin()
+
+    def group_end(self) -> None:
+        """``free_group_end``."""
+        self.allocator.free_group_end()
+
+    def state(self) -> State:
+        """Return mapping and free lists as they are; see ``State``."""
+        return State(
+            self.page_size,
+            plain(self.allocator.full_to_swa_index_mapping),
+            _free_list(self.full_pool),
+            _free_list(self.swa_pool),
+            self.full_pool.size // self.page_size,
+            self.swa_pool.size // self.page_size,
+        )
+
+    def parts(self) -> tuple[object, ...]:
+        """Return the allocator, its pools and, if it has one, its strategy."""
+        strategy = getattr(self.allocator, "strategy", None)
+        parts = (self.allocator, self.full_pool, self.swa_pool)
+        return (*parts, strategy) if isinstance(strategy, Strategy) else parts
+
+    def _segment(self, name: str, otherwise: str, full: Tensor) -> None:
+        if hasattr(self.allocator, name):
+            getattr(self.allocator, name)(full, start_pos=0)
+        else:
+            self._instead(name, otherwise)(full)
+
+    def _instead(self, missing: str, done: str) -> Any:
+        self.substituted[missing] = done
+        return getattr(self.allocator, done)
+
+
+def _free_list(pool: Any) -> Tensor:
+    """Return int64[n]: free pages, and those that wait to be sorted in (``release_pages``)."""
+    waiting = getattr(pool, "release_pages", None)
+    if waiting is None or not len(waiting):
+        return cast(Tensor, pool.free_pages)
+    return torch.cat((pool.free_pages, waiting))
+
+
+def graft(base: type[Any], strategy: type[Strategy]) -> type[Any]:
+    """Return a subclass of ``base`` (SGLang's hybrid allocator) that frees by ``strategy``.
+
+    Everything that frees or groups comes from ``GroupedFrees``, the code of the built-in model;
+    everything else stays SGLang's. The mapping is guarded if the strategy listens to writes, so
+    that direct tensor writes are heard as well.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.take_strategy(strategy)  # SGLang's constructor calls clear()
+        base.__init__(self, *args, **kwargs)
+        self.guard_mapping()
+
+    members = {"__init__": __init__, "__doc__": f"{base.__name__} with {strategy.long_name} frees."}
+    return type(f"{strategy.__name__}{base.__name__}", (GroupedFrees, base), members)
+
+
+def ships(make: Any) -> str:
+    """Return the strategy that a class behaves like, found out by trying it.
+
+    ``make()`` returns a fresh ``Driver``, page size 1, at least 4 slots a pool. What is asked:
+    when does a grouped ``free_swa`` decide whose SWA slot it frees?
+    """
+    driver: Driver = make()
+    node, incoming = driver.alloc(1), driver.alloc(1)
+    assert node is not None and incoming is not None
+    peer, other = driver.translate(node).clone(), driver.translate(incoming).clone()
+    available = driver.swa_pool.available_size()
+    driver.group_begin()
+    driver.free_swa(node)
+    if driver.swa_pool.available_size() > available:
+        return "eager"
+    if not driver.translate(node).any():
+        return "enqueue"
+    driver.point(node, other)
+    driver.group_end()
+    freed = driver.state().swa_free
+    return "barrier" if peer in freed and other not in freed else "deferred"

@@ -1,0 +1,131 @@
+"""Finds SGLang's allocator sources, and reads them as text. Nothing is imported or run here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from swaleak.errors import TargetError, UsageError
+
+ALLOCATOR = "sglang/srt/mem_cache/allocator"
+# Triton kernels that the allocator package calls; the older place, then the newer one
+KERNELS = ("sglang/srt/mem_cache/triton_ops/allocator.py", "sglang/kernels/ops/memory/allocator.py")
+MAX_SOURCE = 4 * 2**20  # bytes; the largest file of the package has 0.1 MB
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTree:
+    """The allocator sources of one SGLang.
+
+    ``files``: path from ``sglang/…`` -> text. ``version``: of the release, None for a checkout
+    between releases. ``place``: the wheel or folder they come from.
+    """
+
+    files: dict[str, str]
+    version: str | None
+    place: str
+    label: str
+
+
+def from_wheel(path: Path) -> SourceTree:
+    """Read a wheel. Raises ``TargetError`` if it is damaged or holds no SWA allocator."""
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            names = {info.filename: info for info in wheel.infolist()}
+
+            def text(name: str) -> str:
+                if names[name].file_size > MAX_SOURCE:
+                    raise TargetError(f"{path}: {name} is larger than any SGLang source")
+                return wheel.read(name).decode("utf-8")
+
+            files = _pick(names, text)
+            version = _wheel_version(names, text) or _file_version(files)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise TargetError(f"{path}: not a wheel that can be read ({error})") from None
+    except UnicodeDecodeError:
+        raise TargetError(f"{path}: its sources are not UTF-8 text") from None
+    except (OSError, RuntimeError) as error:
+        raise TargetError(f"{path}: {error}") from None
+    return _tree(files, version, str(path))
+
+
+def from_folder(path: Path) -> SourceTree:
+    """Read a checkout (``python/sglang/…``) or an unpacked wheel (``sglang/…``)."""
+    root = next((r for r in (path / "python", path) if (r / ALLOCATOR).is_dir()), None)
+    if root is None:
+        raise TargetError(f"{path}: no SGLang there, {ALLOCATOR}/ is missing")
+    try:
+        found = [file.relative_to(root).as_posix() for file in (root / ALLOCATOR).glob("*.py")]
+        others = [*KERNELS, "sglang/version.py", "sglang/_version.py"]
+        found += [name for name in others if (root / name).is_file()]
+        files = _pick(found, lambda name: (root / name).read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise TargetError(f"{path}: its sources are not UTF-8 text") from None
+    except OSError as error:
+        raise TargetError(f"{path}: {error}") from None
+    return _tree(files, _file_version(files), str(path))
+
+
+def from_installed() -> SourceTree:
+    """Read the SGLang of this environment, found without importing it."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError("SGLang is not installed here; name a wheel or a checkout with --on")
+    tree = from_folder(Path(next(iter(spec.submodule_search_locations))).parent)
+    try:
+        version: str | None = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        version = tree.version
+    return _tree(tree.files, version, tree.place)
+
+
+def is_installed() -> bool:
+    """Whether this environment has an SGLang, told without importing it."""
+    try:
+        return importlib.util.find_spec("sglang") is not None
+    except ValueError:  # a half-initialised module of that name
+        return False
+
+
+def _pick(names: Iterable[str], text: Callable[[str], str]) -> dict[str, str]:
+    wanted = {*KERNELS, "sglang/version.py", "sglang/_version.py"}
+    return {
+        name: text(name)
+        for name in sorted(names)
+        if name in wanted or (name.endswith(".py") and str(PurePosixPath(name).parent) == ALLOCATOR)
+    }
+
+
+def _tree(files: dict[str, str], version: str | None, place: str) -> SourceTree:
+    if f"{ALLOCATOR}/swa.py" not in files:
+        raise TargetError(
+            f"{place}: no SGLang with an SWA allocator, {ALLOCATOR}/swa.py is missing"
+        )
+    label = f"sglang {version}" if version else f"sglang at {place}"
+    return SourceTree(files, version, place, label)
+
+
+def _wheel_version(names: Iterable[str], text: Callable[[str], str]) -> str | None:
+    for name in names:
+        if re.fullmatch(r"sglang-[^/]+\.dist-info/METADATA", name):
+            found = re.search(r"^Version: *(\S+)", text(name), re.MULTILINE)
+            return found.group(1) if found else None
+    return None
+
+
+def _file_version(files: dict[str, str]) -> str | None:
+    for name in ("sglang/_version.py", "sglang/version.py"):
+        found = re.search(
+            r"^(?:__version__ *=[^\n]*?|version *= *)['\"](\d[^'\"]*)['\"]",
+            files.get(name, ""),
+            re.MULTILINE,
+        )
+        if found:
+            return found[1]
+    return None
