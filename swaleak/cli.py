@@ -19,7 +19,7 @@ from swaleak.script import scenario as scenarios
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
-    from swaleak.report.tables import Report
+    from swaleak.report.tables import About, Report
     from swaleak.script.scenario import Scenario
     from swaleak.target import Target
 
@@ -58,8 +58,17 @@ On = Annotated[
     typer.Option(
         "--on",
         metavar="TARGET",
-        help="Whose allocator: builtin, installed, or the path of an SGLang wheel or checkout. "
-        "auto: the installed SGLang if there is one, else the built-in model.",
+        help="Whose allocator: builtin, installed, a release such as 0.5.18, the path of a wheel "
+        "or checkout, or module:Class. auto: installed if SGLang is, else builtin.",
+    ),
+]
+Patches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--patch",
+        metavar="FILE",
+        help="A diff to apply to a private copy of the sources first; - for standard input. "
+        "Repeatable. The report shows both, as shipped and patched.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
@@ -96,6 +105,7 @@ def repro(
     names: Names = None,
     strategy: Strategies = None,
     on: On = "auto",
+    patch: Patches = None,
     device: Device = "auto",
     page_size: PageSizes = None,
     steps: Annotated[bool, typer.Option("--steps", help="Show every step.")] = False,
@@ -111,18 +121,20 @@ def repro(
     """
     _check_output(output)
     chosen = [scenarios.load(name) for name in names or [scenarios.DEFAULT]]
-    target = _open(on, device)
+    targets = _open(on, device, patch)
     from swaleak.report.tables import repro_report
 
+    asked = strategy or (["shipped"] if patch else None)
     cases = [
         case
         for scenario in chosen
-        for name in _strategies(target, strategy)
+        for target in targets
+        for name in _strategies(target, asked)
         for case in _cases(
             scenario, target, name, page_size or scenario.page_sizes, steps=steps, repeat=repeat
         )
     ]
-    _finish(repro_report(_header(target), cases, **_where(target)), format, output)
+    _finish(repro_report(_about(targets), cases), format, output)
 
 
 @app.command()
@@ -139,7 +151,7 @@ def verify(
     """
     _check_output(output)
     catalogue = scenarios.catalogue()
-    target = _open(on, device)
+    [target] = _open(on, device)
     from swaleak.report.tables import verify_report
 
     cases = [
@@ -150,7 +162,43 @@ def verify(
     ]
     if not cases:
         raise UsageError("no scenario runs at this page size; `swaleak list` shows which do")
-    _finish(verify_report(_header(target), cases, **_where(target)), format, output)
+    _finish(verify_report(_about([target]), cases), format, output)
+
+
+@app.command()
+def check(
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="TARGET...", help="What --on takes; as many as you like."),
+    ],
+    patch: Patches = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Judge by the latent scenarios as well.")
+    ] = False,
+    device: Device = "auto",
+    page_size: PageSizes = None,
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Judge candidates: with SGLang's code as it is, every scenario must be clean or refused.
+
+    Exit code 0: all are. 1: one is not. 125: a target cannot be loaded, so that
+    `git bisect run swaleak check .` skips that commit.
+    """
+    _check_output(output)
+    catalogue = scenarios.catalogue()
+    opened = [target for name in dict.fromkeys(targets) for target in _open(name, device, patch)]
+    from swaleak.report.tables import check_report
+
+    judged = [s for s in catalogue if strict or s.reach == "production"]
+    cases = [
+        case
+        for scenario in judged
+        for target in opened
+        for case in _cases(scenario, target, "shipped", _sizes_of(scenario, page_size))
+    ]
+    left_out = len(catalogue) - len(judged)
+    _finish(check_report(_about(opened), cases, left_out), format, output)
 
 
 @app.command("list")
@@ -210,10 +258,14 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _open(on: str, device: str) -> Target:
-    from swaleak.target import choose_device, open_target
+def _open(on: str, device: str, patches: list[str] | None = None) -> list[Target]:
+    """Return the target, and after it the same one patched if there are patches."""
+    from swaleak.device import choose_device
+    from swaleak.target import open_target
 
-    return open_target(on, choose_device(device))
+    on_device = choose_device(device)
+    shipped = open_target(on, on_device)
+    return [shipped, open_target(on, on_device, patches)] if patches else [shipped]
 
 
 def _strategies(target: Target, asked: list[str] | None) -> list[str]:
@@ -226,8 +278,9 @@ def _strategies(target: Target, asked: list[str] | None) -> list[str]:
 
 
 def _sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:
-    """Return the scenario's page sizes, of which those that were asked for."""
-    return tuple(size for size in scenario.page_sizes if not asked or size in asked)
+    """Return the page sizes to run at; none below those that the scenario is made for."""
+    least = min(scenario.page_sizes)
+    return tuple(size for size in asked or scenario.page_sizes if size >= least)
 
 
 def _cases(
@@ -247,22 +300,23 @@ def _cases(
     ]
 
 
-def _where(target: Target) -> dict[str, str]:
+def _about(targets: list[Target]) -> About:
+    """Return what a report says of its targets: what was driven, on which device."""
     import torch
 
-    return {"torch": str(torch.__version__), "device": target.device}
+    from swaleak.device import describe
+    from swaleak.report.tables import About
 
-
-def _header(target: Target) -> str:
-    """Return the first line of a report: what was driven, on which device."""
-    import torch
-
-    what = "the built-in model" if target.name == "builtin" else target.name
-    ships = f" (ships {target.ships})" if target.ships else ""
-    device = target.device
-    if device.startswith("cuda"):
-        device = f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"swaleak {__version__}: {what}{ships} on {device}, torch {torch.__version__}"
+    device = targets[0].device
+    driven = [
+        ("the built-in model" if target.name == "builtin" else target.name)
+        + (f" (ships {target.ships})" if target.ships else "")
+        for target in targets
+    ]
+    where = f"{describe(device)}, torch {torch.__version__}"
+    header = f"swaleak {__version__}: {', '.join(driven)} on {where}"
+    notes = tuple(note for target in targets for note in target.notes)
+    return About(header, notes, str(torch.__version__), device)
 
 
 def _check_output(output: Path | None) -> None:

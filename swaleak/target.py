@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES, Strategy
-from swaleak.errors import UsageError, unknown
-from swaleak.sglang import source
+from swaleak.device import free_memory
+from swaleak.errors import SwaleakError, TargetError, UsageError, unknown
+from swaleak.sglang import release, source
 from swaleak.sglang.adapter import Driver, graft, ships
 from swaleak.sglang.loader import load
+from swaleak.sglang.patch import patched
 from swaleak.sglang.shims import BaseSWAKVPool
 
 SHIPPED = "shipped"
@@ -36,6 +39,7 @@ class Target(Protocol):
     name: str
     version: str | None
     device: str
+    notes: tuple[str, ...]
 
     @property
     def ships(self) -> str | None:
@@ -57,6 +61,7 @@ class Builtin:
     name = "builtin"
     version: str | None = None
     ships: str | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -75,97 +80,180 @@ class Builtin:
             raise UsageError(
                 "the built-in model ships nothing; name one of " + ", ".join(STRATEGIES)
             )
-        slots = _slots(sizes)
-        return Driver(HybridAllocator(*slots, sizes.page_size, self.device, STRATEGIES[strategy]))
+        _check_memory(sizes, self.device)
+        build = STRATEGIES[strategy]
+        try:
+            return Driver(HybridAllocator(*_slots(sizes), sizes.page_size, self.device, build))
+        except Exception as error:
+            raise _cannot_make(self.name, sizes, error) from None
 
 
-class SGLang:
-    """SGLang's own allocator class, untouched or with a strategy grafted on it."""
+class OfClass:
+    """An allocator class of SGLang's shape, untouched or with a strategy grafted on it.
 
-    def __init__(self, tree: source.SourceTree, device: str) -> None:
-        self.tree = tree
-        self.name = tree.label
-        self.version = tree.version
+    ``patched``: it was changed with ``--patch``. ``notes``: what the report should say about it.
+    """
+
+    def __init__(
+        self,
+        class_: type[Any],
+        name: str,
+        device: str,
+        *,
+        version: str | None = None,
+        patched: bool = False,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self.version = version
         self.device = device
-        self._class = load(tree, device)
+        self.notes = notes
+        self._own = "patched" if patched else SHIPPED
+        self._class = class_
         self._grafts: dict[str, type[Any]] = {}
 
     @cached_property
-    def ships(self) -> str:
-        """The strategy the class has of its own, found out by trying it."""
-        return ships(lambda: self._driver(self._class, Sizes(4, 4, 1)))
+    def ships(self) -> str | None:
+        """The strategy the class has of its own, found out by trying it; None if that fails."""
+        try:
+            return ships(self._driver(self._class, Sizes(4, 4, 1)))
+        except TargetError:
+            raise
+        except Exception:  # a candidate may be broken in any way; the scenarios will tell
+            return None
 
     def strategies(self) -> tuple[str, ...]:
         """As shipped, then all four."""
         return (SHIPPED, *STRATEGIES)
 
     def origin(self, strategy: str) -> str:
-        """``shipped`` for the class untouched, also by the name of its own strategy."""
-        return "shipped" if strategy in (SHIPPED, self.ships) else "grafted"
+        """``shipped`` or ``patched`` for the class untouched, else ``grafted``."""
+        return self._own if strategy in (SHIPPED, self.ships) else "grafted"
 
     def make(self, strategy: str, sizes: Sizes) -> Driver:
-        """Return a fresh allocator of this class."""
-        if self.origin(strategy) == "shipped":
+        """Return a fresh allocator of this class. Raises ``TargetError`` if it has none to give."""
+        if self.origin(strategy) == self._own:
             return self._driver(self._class, sizes)
         if strategy not in self._grafts:
             self._grafts[strategy] = graft(self._class, STRATEGIES[strategy])
         return self._driver(self._grafts[strategy], sizes)
 
     def _driver(self, class_: type[Any], sizes: Sizes) -> Driver:
-        pool = BaseSWAKVPool()
-        return Driver(
-            class_(
-                *_slots(sizes),
-                page_size=sizes.page_size,
-                dtype=torch.bfloat16,
-                device=self.device,
-                kvcache=pool,
-                need_sort=False,
+        _check_memory(sizes, self.device)
+        try:
+            return Driver(
+                class_(
+                    *_slots(sizes),
+                    page_size=sizes.page_size,
+                    dtype=torch.bfloat16,
+                    device=self.device,
+                    kvcache=kv_pool_for(class_),
+                    need_sort=False,
+                )
             )
-        )
+        except Exception as error:
+            raise _cannot_make(self.name, sizes, error) from None
 
 
-def open_target(name: str, device: str) -> Target:
+def open_target(name: str, device: str, patches: list[str] | None = None) -> Target:
     """Return the target that ``name`` means on ``device`` (a torch device name).
 
-    Raises ``UsageError`` for a name that means nothing, ``TargetError`` for one that cannot be
-    loaded.
+    ``patches``: files with diffs to apply to its sources first, "-" for standard input. Raises
+    ``UsageError`` for a name that means nothing, ``TargetError`` for one that cannot be loaded.
     """
     if name == "auto":
         name = "installed" if source.is_installed() else "builtin"
-    if name == "builtin":
-        return Builtin(device)
+    if name == "builtin" or _is_class(name):
+        if patches:
+            raise UsageError(f"--patch needs SGLang's sources to apply to, not {name}")
+        return Builtin(device) if name == "builtin" else _user_class(name, device)
+    tree = _tree_named(name)
+    notes: tuple[str, ...] = ()
+    if patches:
+        tree, left_out = patched(tree, patches)
+        notes = tuple(f"left out, not in the allocator package: {path}" for path in left_out)
+    return OfClass(
+        load(tree, device),
+        tree.label,
+        device,
+        version=tree.version,
+        patched=bool(patches),
+        notes=notes,
+    )
+
+
+def _tree_named(name: str) -> source.SourceTree:
     if name == "installed":
-        return SGLang(source.from_installed(), device)
+        return source.from_installed()
     path = Path(name)
     if path.is_dir():
-        return SGLang(source.from_folder(path), device)
+        return source.from_folder(path)
     if path.is_file():
-        return SGLang(source.from_wheel(path), device)
+        return source.from_wheel(path)
+    if release.is_version(name):
+        return release.from_release(name)
     if "/" in name or name.endswith(".whl"):
         raise UsageError(f"{name}: no such file or folder")
-    raise UsageError(unknown("target", name, ("auto", "builtin", "installed", "a path")))
+    known = ("auto", "builtin", "installed", *release.RELEASES)
+    raise UsageError(f"{unknown('target', name, known)} (or a path, or module:Class)")
 
 
-def choose_device(name: str) -> str:
-    """Return the torch device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+def _is_class(name: str) -> bool:
+    module, _, class_ = name.partition(":")
+    return class_.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
-    Raises ``UsageError`` for a device that is not there.
-    """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdecimal())):
-        raise UsageError(unknown("device", name, ("auto", "cpu", "cuda", "cuda:0")))
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not count:
-            raise UsageError(f"--device {name}: torch {torch.__version__} sees no CUDA device here")
-        if index and int(index) >= count:
-            raise UsageError(
-                f"--device {name}: there are {count} CUDA devices, cuda:0 is the first"
-            )
-    return name
+
+def _user_class(name: str, device: str) -> OfClass:
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:  # a console script does not look in the folder it is called from
+        sys.path.insert(0, "")
+    try:
+        class_ = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise TargetError(f"{name}: {_sentence(error)}") from None
+    if not isinstance(class_, type):
+        raise TargetError(f"{name}: is no class")
+    return OfClass(class_, name, device)
+
+
+def kv_pool_for(class_: type[Any]) -> Any:
+    """Return a KV pool that a class accepts: ours, made of its own base class if it has one."""
+    bases = [
+        vars(sys.modules[c.__module__]).get("BaseSWAKVPool")
+        for c in class_.__mro__
+        if c.__module__ in sys.modules
+    ]
+    real = next((base for base in bases if isinstance(base, type)), None)
+    if real is None or real is BaseSWAKVPool:
+        return BaseSWAKVPool()
+    both: Any = type("KVPool", (BaseSWAKVPool, real), {"__init__": lambda self: None})
+    both.__abstractmethods__ = frozenset()  # it only holds the mapping, it has no buffers
+    return both()
+
+
+def _check_memory(sizes: Sizes, device: str) -> None:
+    entries = 2 * sum(_slots(sizes)) + 4 * (sizes.full_pages + sizes.swa_pages)
+    wanted, there = entries * 8, free_memory(device)
+    if there is not None and wanted > there:
+        raise UsageError(
+            f"pools of {sizes.full_pages} full and {sizes.swa_pages} SWA pages of "
+            f"{sizes.page_size} slots need {wanted >> 20} MiB, {device} has {there >> 20} MiB free"
+        )
+
+
+def _cannot_make(name: str, sizes: Sizes, error: Exception) -> SwaleakError:
+    if isinstance(error, SwaleakError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return UsageError(
+            f"{sizes.full_pages} full and {sizes.swa_pages} SWA pages of {sizes.page_size} slots "
+            f"do not fit into the device's memory"
+        )
+    return TargetError(f"{name}: its allocator cannot be made: {_sentence(error)}")
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def strategy_of(name: str) -> str:
@@ -175,7 +263,7 @@ def strategy_of(name: str) -> str:
     for strategy in STRATEGIES.values():
         if name in _names(strategy):
             return strategy.name
-    known: Iterable[str] = [n for s in STRATEGIES.values() for n in _names(s)]
+    known = [name for strategy in STRATEGIES.values() for name in _names(strategy)]
     raise UsageError(unknown("strategy", name, [*dict.fromkeys(known), SHIPPED]))
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from swaleak import __version__
+from swaleak.device import choose_device
+from swaleak.device import describe as describe_device
 from swaleak.errors import SwaleakError
 from swaleak.report.tables import Cell, Grid, Report, Section
 from swaleak.script import scenario
 from swaleak.sglang import source
-from swaleak.target import SGLang, choose_device
+from swaleak.target import open_target
 
 
 def doctor_report() -> Report:
@@ -48,11 +50,11 @@ def _cuda_devices() -> list[str]:
     if not torch.cuda.is_available():
         return []
     count = torch.cuda.device_count()
-    return [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count)]
+    return [describe_device(f"cuda:{i}") for i in range(count)]
 
 
 def _installed(device: str) -> str:
     if not source.is_installed():
         return "not installed (not needed: --on takes a wheel or a checkout)"
-    target = SGLang(source.from_installed(), device)
-    return f"{target.name} in {target.tree.place}, ships {target.ships}"
+    target = open_target("installed", device)
+    return f"{target.name} in {source.from_installed().place}, ships {target.ships}"

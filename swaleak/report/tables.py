@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,11 +32,30 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table. ``right``: the columns that hold numbers."""
+    """A table. ``right``: the columns that hold numbers. ``series``: one subject a column."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     right: frozenset[str] = frozenset()
+    series: bool = False
+
+    def parts(self, width: int) -> Iterator[Grid]:
+        """Yield the table, a series in pieces no wider than ``width`` that repeat column one."""
+        if not self.series:
+            yield self
+            return
+        texts = zip(self.columns, *([cell.text for cell in row] for row in self.rows), strict=True)
+        widths = [3 + max(len(line) for t in column for line in t.split("\n")) for column in texts]
+        start = 1
+        while start < len(self.columns):
+            stop, room = start + 1, width - widths[0] - widths[start]
+            while stop < len(self.columns) and (room := room - widths[stop]) >= 0:
+                stop += 1
+            yield Grid(
+                (self.columns[0], *self.columns[start:stop]),
+                tuple((row[0], *row[start:stop]) for row in self.rows),
+            )
+            start = stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +65,16 @@ class Section:
     title: str = ""
     grid: Grid | None = None
     lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What was driven: the first line of a report, notes on the targets, torch and device."""
+
+    header: str
+    notes: tuple[str, ...]
+    torch: str
+    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +125,12 @@ class Report:
             console.print()
             if section.title:
                 console.print(Text(section.title, style="bold"))
-            if section.grid:
+            for grid in section.grid.parts(console.width) if section.grid else ():
                 table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-                for name in section.grid.columns:
-                    justify: Any = "right" if name in section.grid.right else "left"
+                for name in grid.columns:
+                    justify: Any = "right" if name in grid.right else "left"
                     table.add_column(name, justify=justify, overflow="fold")
-                for row in section.grid.rows:
+                for row in grid.rows:
                     table.add_row(*(Text(cell.text, style=cell.style) for cell in row))
                 console.print(table)
             for line in section.lines:
@@ -159,7 +188,7 @@ def violations_json(violations: Iterable[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def repro_report(header: str, cases: Sequence[Case], **where: str) -> Report:
+def repro_report(about: About, cases: Sequence[Case]) -> Report:
     """One table a scenario: strategies down, what came out across."""
     sections = []
     for name in dict.fromkeys(case.scenario.name for case in cases):
@@ -170,14 +199,13 @@ def repro_report(header: str, cases: Sequence[Case], **where: str) -> Report:
             tuple(_repro_row(case) for case in mine),
             frozenset({"page size", "physical", "mapped"}),
         )
-        sections.append(Section(f"{name}: {scenario.title}", grid, explain(mine)))
+        lines = (*explain(mine), *substitutions(mine))
+        sections.append(Section(f"{name}: {scenario.title}", grid, lines))
         sections += [_steps_section(case) for case in mine if case.run.steps]
-    ok = all(case.as_declared for case in cases)
-    body = {"results": [case_json(case) for case in cases]}
-    return Report("repro", ok, header, tuple(sections), body, cases=tuple(cases), **where)
+    return _report("repro", about, all(case.as_declared for case in cases), sections, cases)
 
 
-def verify_report(header: str, cases: Sequence[Case], **where: str) -> Report:
+def verify_report(about: About, cases: Sequence[Case]) -> Report:
     """The catalogue down, strategies across."""
     strategies = list(dict.fromkeys(case.strategy for case in cases))
     shipped = {case.strategy for case in cases if case.origin == "shipped"}
@@ -191,20 +219,73 @@ def verify_report(header: str, cases: Sequence[Case], **where: str) -> Report:
     lines = ["Cells: physical/mapped SWA pages and the verdict, at every page size."]
     if shipped:
         lines.append("* SGLang's own class, untouched; the others are grafted on it.")
-    lines += [
+    lines += dict.fromkeys(
         f"known: {case.scenario.name} {case.verdict} in {case.target} ({case.known})"
-        for case in _first_of_each(case for case in cases if case.known)
-    ]
+        for case in cases
+        if case.known
+    )
     lines += [f"NOT AS DECLARED: {line}" for line in explain(wrong)]
+    lines += substitutions(cases)
     lines.append(
         f"{len(cases)} runs, all as declared."
         if not wrong
         else f"{len(wrong)} of {len(cases)} runs not as declared."
     )
     grid = Grid(("scenario", *(titles[s] for s in strategies)), tuple(rows))
+    return _report("verify", about, not wrong, [Section("", grid, tuple(lines))], cases)
+
+
+def check_report(about: About, cases: Sequence[Case], left_out: int) -> Report:
+    """Scenarios down, targets across. With patches, only the patched targets are judged."""
+    names = list(dict.fromkeys(case.target for case in cases))
+    patched = [case for case in cases if case.origin == "patched"]
+    failed = [case for case in patched or cases if not case.safe]
+    rows = []
+    for scenario in dict.fromkeys(case.scenario.name for case in cases):
+        mine = [case for case in cases if case.scenario.name == scenario]
+        cells = [gate_cell([case for case in mine if case.target == name]) for name in names]
+        rows.append((Cell(scenario), *cells))
+    columns = ("scenario", *(name.removeprefix("sglang ") for name in names))
+    lines = [*failures(cases), *substitutions(cases)]
+    if patched:
+        lines.append("As shipped is there to compare with; what counts is what the patch makes.")
+    if left_out:
+        lines.append(f"{left_out} latent scenarios left out; --strict judges by them too.")
+    lines.append(
+        f"{len(failed)} of {len(patched or cases)} runs failed."
+        if failed
+        else f"{len(patched or cases)} runs, all clean or refused."
+    )
+    sections = [Section("", Grid(columns, tuple(rows), series=True), tuple(lines))]
+    return _report("check", about, not failed, sections, cases)
+
+
+def gate_cell(cases: Sequence[Case]) -> Cell:
+    """Return one cell of the gate: ``ok 2/2``, or what went wrong and at which page sizes."""
+    bad = [case for case in cases if not case.safe]
+    if not bad:
+        counts = {f"{case.physical}/{case.mapped}" for case in cases if not case.run.raised}
+        return Cell(" ".join(["ok", *counts] if len(counts) == 1 else ["ok"]), "green")
+    text, style = cell_of(bad)
+    sizes = "" if len(bad) == len(cases) or " at " in text else f" at {_sizes(bad)}"
+    return Cell(text + sizes, style)
+
+
+def _report(
+    command: str, about: About, ok: bool, sections: Sequence[Section], cases: Sequence[Case]
+) -> Report:
+    notes = [Section("", None, about.notes)] if about.notes else []
     body = {"results": [case_json(case) for case in cases]}
-    section = Section("", grid, tuple(lines))
-    return Report("verify", not wrong, header, (section,), body, cases=tuple(cases), **where)
+    return Report(
+        command,
+        ok,
+        about.header,
+        (*notes, *sections),
+        body,
+        about.torch,
+        about.device,
+        tuple(cases),
+    )
 
 
 def cell_of(cases: Sequence[Case]) -> Cell:
@@ -217,7 +298,7 @@ def cell_of(cases: Sequence[Case]) -> Cell:
         by_text.setdefault(f"{counts}{case.verdict}", []).append(case)
     texts = []
     for text, same in by_text.items():
-        sizes = "" if len(by_text) == 1 else f" at {', '.join(str(c.page_size) for c in same)}"
+        sizes = "" if len(by_text) == 1 else f" at {_sizes(same)}"
         mark = "" if all(case.as_declared for case in same) else "!"
         texts.append(f"{mark}{text}{sizes}")
     worst = max((case.verdict for case in cases), key=list(STYLES).index)
@@ -227,16 +308,49 @@ def cell_of(cases: Sequence[Case]) -> Cell:
 def explain(cases: Sequence[Case]) -> tuple[str, ...]:
     """Return a line for each way in which something went wrong: who lost what."""
     lines: dict[str, list[Case]] = {}
-    several = len({case.scenario.name for case in cases}) > 1
+    several = {
+        name
+        for name in ("scenario", "target")
+        if len({getattr(case, name) for case in cases if _facts(case)}) > 1
+    }
     for case in cases:
+        scenario = [case.scenario.name] if "scenario" in several else []
+        target = [case.target] if "target" in several else []
+        who = ", ".join([*scenario, *target, case.strategy])
         for fact in _facts(case):
-            who = f"{case.scenario.name}, {case.strategy}" if several else case.strategy
             lines.setdefault(f"{who}: {fact}", []).append(case)
     everywhere = {case.page_size for case in cases}
     return tuple(
-        line if {case.page_size for case in same} == everywhere else f"{line} ({_sizes(same)})"
+        line if {c.page_size for c in same} == everywhere else f"{line} (page size {_sizes(same)})"
         for line, same in lines.items()
     )
+
+
+def failures(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each way a scenario fails the gate, and in which targets."""
+    same: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        if not case.safe:
+            same.setdefault((case.scenario.name, "; ".join(_facts(case))), []).append(case)
+    lines = []
+    for (scenario, facts), found in same.items():
+        targets = ", ".join(dict.fromkeys(c.target.removeprefix("sglang ") for c in found))
+        tried = {c.page_size for c in cases if c.scenario.name == scenario}
+        sizes = "" if {c.page_size for c in found} == tried else f" at page size {_sizes(found)}"
+        lines.append(f"{scenario} in {targets}{sizes}: {facts}")
+    return lines
+
+
+def substitutions(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each call that was made in place of one that a target lacks."""
+    made = dict.fromkeys((c.target, *pair) for c in cases for pair in c.run.substituted)
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for target, missing, done in made:
+        lacking.setdefault((missing, done), []).append(target.removeprefix("sglang "))
+    return [
+        f"No {missing} in {', '.join(targets)}; done as {done}."
+        for (missing, done), targets in lacking.items()
+    ]
 
 
 def _facts(case: Case) -> list[str]:
@@ -254,7 +368,6 @@ def _facts(case: Case) -> list[str]:
         facts.append(f"SWA pages lost a round: {lost:g}, over {run.repeats} rounds")
     if run.starved:
         facts.append(f"the pool ran dry in round {run.repeats}")
-    facts += [f"{missing} is not there, done as {done}" for missing, done in run.substituted]
     if facts and case.known:
         facts[-1] += f" ({case.known})"
     return facts
@@ -319,12 +432,8 @@ def _steps_section(case: Case) -> Section:
     return Section(title, Grid(columns, rows, frozenset({"step", "physical", "mapped"})))
 
 
-def _first_of_each(cases: Iterable[Case]) -> list[Case]:
-    return list({(c.scenario.name, c.verdict): c for c in reversed(list(cases))}.values())[::-1]
-
-
 def _sizes(cases: Sequence[Case]) -> str:
-    return "page size " + ", ".join(dict.fromkeys(str(case.page_size) for case in cases))
+    return ", ".join(dict.fromkeys(str(case.page_size) for case in cases))
 
 
 def _markdown_table(grid: Grid) -> str:

@@ -161,13 +161,12 @@ def graft(base: type[Any], strategy: type[Strategy]) -> type[Any]:
     return type(f"{strategy.__name__}{base.__name__}", (GroupedFrees, base), members)
 
 
-def ships(make: Any) -> str:
+def ships(driver: Driver) -> str:
     """Return the strategy that a class behaves like, found out by trying it.
 
-    ``make()`` returns a fresh ``Driver``, page size 1, at least 4 slots a pool. What is asked:
-    when does a grouped ``free_swa`` decide whose SWA slot it frees?
+    ``driver``: on a fresh allocator, page size 1, at least 2 slots a pool. What is asked: when
+    does a grouped ``free_swa`` decide whose SWA slot it frees?
     """
-    driver: Driver = make()
     node, incoming = driver.alloc(1), driver.alloc(1)
     assert node is not None and incoming is not None
     peer, other = driver.translate(node).clone(), driver.translate(incoming).clone()

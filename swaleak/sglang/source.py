@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import subprocess
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable
@@ -69,7 +70,11 @@ def from_folder(path: Path) -> SourceTree:
         raise TargetError(f"{path}: its sources are not UTF-8 text") from None
     except OSError as error:
         raise TargetError(f"{path}: {error}") from None
-    return _tree(files, _file_version(files), str(path))
+    described = _describe(path)
+    tagged = re.fullmatch(r"v(\d[\w.]*)", described or "")
+    version = tagged.group(1) if tagged else None if described else _file_version(files)
+    label = f"sglang {described}" if described and not tagged else None
+    return _tree(files, version, str(path), label)
 
 
 def from_installed() -> SourceTree:
@@ -102,13 +107,27 @@ def _pick(names: Iterable[str], text: Callable[[str], str]) -> dict[str, str]:
     }
 
 
-def _tree(files: dict[str, str], version: str | None, place: str) -> SourceTree:
+def _tree(
+    files: dict[str, str], version: str | None, place: str, label: str | None = None
+) -> SourceTree:
     if f"{ALLOCATOR}/swa.py" not in files:
         raise TargetError(
             f"{place}: no SGLang with an SWA allocator, {ALLOCATOR}/swa.py is missing"
         )
-    label = f"sglang {version}" if version else f"sglang at {place}"
+    label = label or (f"sglang {version}" if version else f"sglang at {place}")
     return SourceTree(files, version, place, label)
+
+
+def _describe(path: Path) -> str | None:
+    """Return what git calls the commit of a checkout, such as ``v0.5.18-3-g1a2b3c4-dirty``."""
+    if not (path / ".git").exists():
+        return None
+    command = ["git", "-C", str(path), "describe", "--tags", "--always", "--dirty", "--match=v*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError:  # no git here: then nobody knows
+        return None
+    return done.stdout.strip() or None
 
 
 def _wheel_version(names: Iterable[str], text: Callable[[str], str]) -> str | None:
