@@ -86,12 +86,14 @@ class Reading(NamedTuple):
     """A state on the host.
 
     ``peers``: per full page that maps anything, the SWA page it maps to and from how many slots;
-    page -1 where its slots disagree. ``pointed``: all SWA pages that are mapped to.
+    page -1 where its slots disagree, and then ``ragged`` holds all SWA pages they map to.
+    ``pointed``: all SWA pages that are mapped to.
     """
 
     full: FreeList
     swa: FreeList
     peers: dict[int, tuple[int, int]]
+    ragged: dict[int, set[int]]
     pointed: set[int]
 
 
@@ -102,10 +104,10 @@ CHUNK = 2**20  # slots looked at together, so that temporaries stay small
 def read(state: State) -> Reading:
     """Bring the page-granular state to the host, with one synchronisation."""
     if len(state.mapping) <= SMALL and state.mapping.device.type == "cpu":
-        peers, pointed = _peers_of_lists(state)
+        peers, ragged, pointed = _peers_of_lists(state)
         full = _free_list(state.full_free.tolist(), state.full_pages)
         swa = _free_list(state.swa_free.tolist(), state.swa_pages)
-        return Reading(full, swa, peers, pointed)
+        return Reading(full, swa, peers, ragged, pointed)
     return _read_tensors(state)
 
 
@@ -165,6 +167,7 @@ def judge(reading: Reading, ledger: Ledger) -> list[Violation]:
     for page in sorted(full_owned - reading.full.held):
         add("dangling", page, pool="full")
     sharers = Counter(swa for swa, _ in reading.peers.values() if swa >= 0)
+    sharers.update(swa for pages in reading.ragged.values() for swa in pages)
     for page in sorted(page for page, owners in sharers.items() if owners > 1):
         add("shared", page, pool="swa")
     for pool, free in (("swa", reading.swa), ("full", reading.full)):
@@ -182,33 +185,42 @@ def judge(reading: Reading, ledger: Ledger) -> list[Violation]:
 _ORDER = ("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned")
 
 
-def _peers_of_lists(state: State) -> tuple[dict[int, tuple[int, int]], set[int]]:
+def _peers_of_lists(
+    state: State,
+) -> tuple[dict[int, tuple[int, int]], dict[int, set[int]], set[int]]:
     size = state.page_size
     flat: list[int] = state.mapping.tolist()
-    peers: dict[int, tuple[int, int]] = {}
-    pointed: set[int] = set()
+    del flat[-1]
+    ragged: dict[int, set[int]]
     if size == 1:
-        peers = {full: (swa, 1) for full, swa in enumerate(flat) if swa and full < len(flat) - 1}
-        return peers, {swa for swa, _ in peers.values() if swa > 0}
-    for page in range((len(flat) - 1) // size):
+        peers = {full: (swa, 1) if swa > 0 else (-1, 0) for full, swa in enumerate(flat) if swa}
+        ragged = {full: set() for full, (swa, _) in peers.items() if swa < 0}
+        return peers, ragged, {swa for swa in flat if swa > 0}
+    peers, ragged = {}, {}
+    pointed: set[int] = set()
+    for page in range(len(flat) // size):
         row = flat[page * size : (page + 1) * size]
-        if any(row):
-            filled = next((i for i, slot in enumerate(row) if not slot), size)
-            base = row[0]
-            aligned = base % size == 0 and row == [
-                *range(base, base + filled),
-                *[0] * (size - filled),
-            ]
-            peers[page] = (base // size, filled) if filled and aligned else (-1, 0)
-            pointed.update(slot // size for slot in row if slot > 0)
-    return peers, pointed
+        if not any(row):
+            continue
+        base = row[0]
+        filled = row.index(0) if 0 in row else size
+        ordered = [*range(base, base + filled), *[0] * (size - filled)]
+        if filled and base > 0 and base % size == 0 and row == ordered:
+            peers[page] = (base // size, filled)
+            pointed.add(base // size)
+        else:
+            peers[page] = (-1, 0)
+            ragged[page] = {slot // size for slot in row if slot > 0}
+            pointed |= ragged[page]
+    return peers, ragged, pointed
 
 
 def _free_list(listed: list[int], pages: int) -> FreeList:
     distinct = set(listed)
     twice: list[int] = []
     if len(distinct) < len(listed):
-        twice = sorted(page for page, times in Counter(listed).items() if times > 1)
+        counted = Counter(listed).items()
+        twice = sorted(page for page, times in counted if times > 1 and 1 <= page <= pages)
     reserved = sorted(page for page in distinct if not 1 <= page <= pages)
     return FreeList(set(range(1, pages + 1)) - distinct, twice, reserved)
 
@@ -236,10 +248,17 @@ def _read_tensors(state: State) -> Reading:
     swa, filled, pointed, full_times, swa_times = torch.split(host, [len(part) for part in parts])
     used = swa.nonzero().reshape(-1)
     pairs = zip(swa[used].tolist(), filled[used].tolist(), strict=True)
+    torn: list[int] = (swa == -1).nonzero().reshape(-1).tolist()
+    torn_rows = rows[torn].tolist() if torn else []  # worth a second look at the device
+    size = state.page_size
     return Reading(
         _free_list_of_times(full_times, state.full_free),
         _free_list_of_times(swa_times, state.swa_free),
-        {page: (max(to, -1), n) for page, (to, n) in zip(used.tolist(), pairs, strict=True)},
+        dict(zip(used.tolist(), pairs, strict=True)),
+        {
+            page: {slot // size for slot in row if slot > 0}
+            for page, row in zip(torn, torn_rows, strict=True)
+        },
         set(pointed[1:].nonzero().reshape(-1).tolist()),
     )
 
@@ -257,7 +276,7 @@ def _read_rows(rows: Tensor, swa: Tensor, filled: Tensor, pointed: Tensor) -> No
     place = torch.arange(size, device=rows.device)
     ordered = (rows - place == base[:, None]) | ~used
     dense = used == (place < filled[:, None])
-    aligned = ordered.all(1) & dense.all(1) & (base % size == 0)
+    aligned = ordered.all(1) & dense.all(1) & (base % size == 0) & (base >= 0)
     swa.copy_(torch.where(aligned, base // size, -1))
     filled.mul_(aligned)
     pages = torch.where(rows > 0, rows // size, -1).clamp_(max=len(pointed) - 2)
@@ -272,14 +291,13 @@ def _times(free: Tensor, pages: int) -> Tensor:
 
 
 def _free_list_of_times(times: Tensor, free: Tensor) -> FreeList:
-    pages = len(times) - 2
     inside = times[1:-1]
     reserved = [0] if times[0] else []
     if times[-1]:  # something is very wrong; worth a second look at the device
-        reserved += torch.unique(free[(free < 0) | (free > pages)]).tolist()
+        reserved += torch.unique(free[(free < 0) | (free > len(inside))]).tolist()
     return FreeList(
         set((inside.eq(0).nonzero().reshape(-1) + 1).tolist()),
-        (times[:-1] > 1).nonzero().reshape(-1).tolist(),
+        (inside.gt(1).nonzero().reshape(-1) + 1).tolist(),
         sorted(reserved),
     )
 

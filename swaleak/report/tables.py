@@ -216,7 +216,7 @@ def verify_report(about: About, cases: Sequence[Case]) -> Report:
         cells = [cell_of([case for case in mine if case.strategy == s]) for s in strategies]
         rows.append((Cell(name), *cells))
     wrong = [case for case in cases if not case.as_declared]
-    lines = ["Cells: physical/mapped SWA pages and the verdict, at every page size."]
+    lines = ["Cells: physical/mapped SWA pages and the verdict."]
     if shipped:
         lines.append("* SGLang's own class, untouched; the others are grafted on it.")
     lines += dict.fromkeys(
@@ -224,7 +224,7 @@ def verify_report(about: About, cases: Sequence[Case]) -> Report:
         for case in cases
         if case.known
     )
-    lines += [f"NOT AS DECLARED: {line}" for line in explain(wrong)]
+    lines += [f"! not as declared: {line}" for line in explain(wrong)]
     lines += substitutions(cases)
     lines.append(
         f"{len(cases)} runs, all as declared."
@@ -243,7 +243,7 @@ def check_report(about: About, cases: Sequence[Case], left_out: int) -> Report:
     rows = []
     for scenario in dict.fromkeys(case.scenario.name for case in cases):
         mine = [case for case in cases if case.scenario.name == scenario]
-        cells = [gate_cell([case for case in mine if case.target == name]) for name in names]
+        cells = [cell_of([case for case in mine if case.target == name]) for name in names]
         rows.append((Cell(scenario), *cells))
     columns = ("scenario", *(name.removeprefix("sglang ") for name in names))
     lines = [*failures(cases), *substitutions(cases)]
@@ -258,17 +258,6 @@ def check_report(about: About, cases: Sequence[Case], left_out: int) -> Report:
     )
     sections = [Section("", Grid(columns, tuple(rows), series=True), tuple(lines))]
     return _report("check", about, not failed, sections, cases)
-
-
-def gate_cell(cases: Sequence[Case]) -> Cell:
-    """Return one cell of the gate: ``ok 2/2``, or what went wrong and at which page sizes."""
-    bad = [case for case in cases if not case.safe]
-    if not bad:
-        counts = {f"{case.physical}/{case.mapped}" for case in cases if not case.run.raised}
-        return Cell(" ".join(["ok", *counts] if len(counts) == 1 else ["ok"]), "green")
-    text, style = cell_of(bad)
-    sizes = "" if len(bad) == len(cases) or " at " in text else f" at {_sizes(bad)}"
-    return Cell(text + sizes, style)
 
 
 def _report(
@@ -289,20 +278,24 @@ def _report(
 
 
 def cell_of(cases: Sequence[Case]) -> Cell:
-    """Return one cell for a case at several page sizes; ``!`` marks what was not declared."""
-    if not cases:
-        return Cell("")
-    by_text: dict[str, list[Case]] = {}
-    for case in cases:
-        counts = "" if case.run.raised else f"{case.physical}/{case.mapped} "
-        by_text.setdefault(f"{counts}{case.verdict}", []).append(case)
-    texts = []
-    for text, same in by_text.items():
-        sizes = "" if len(by_text) == 1 else f" at {_sizes(same)}"
-        mark = "" if all(case.as_declared for case in same) else "!"
-        texts.append(f"{mark}{text}{sizes}")
-    worst = max((case.verdict for case in cases), key=list(STYLES).index)
-    return Cell("\n".join(texts), STYLES[worst])
+    """Return one cell for a case at all its page sizes; what is well at some is left unsaid.
+
+    ``!`` marks what was not declared.
+    """
+    said: dict[str, list[Case]] = {}
+    for case in sorted(cases, key=lambda case: case.safe):
+        counts = f"{case.physical}/{case.mapped}"
+        word = f"ok {counts}" if case.verdict == "clean" else f"{counts} {case.verdict}"
+        word = case.verdict if case.verdict == "refused" else word
+        said.setdefault(word if case.as_declared else f"!{word}", []).append(case)
+    bad = {word: same for word, same in said.items() if not all(case.safe for case in same)}
+    told = bad or said
+    lines = [
+        word if len(same) == len(cases) else f"{word} at {_sizes(same)}"
+        for word, same in told.items()
+    ]
+    worst = max((case.verdict for case in cases), key=list(STYLES).index, default="clean")
+    return Cell("\n".join(lines), STYLES[worst])
 
 
 def explain(cases: Sequence[Case]) -> tuple[str, ...]:

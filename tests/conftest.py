@@ -1,0 +1,66 @@
+"""What several tests share: the command line in-process, and SGLang's wheels."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from swaleak.cli import main
+from swaleak.target import Target, open_target
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Cli(Protocol):
+    def __call__(self, *args: str | Path) -> Answer: ...
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run ``swaleak ARGS`` in this process, as the console script does."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*args: str | Path) -> Answer:
+        monkeypatch.setattr("sys.argv", ["swaleak", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capsys.readouterr()
+        return Answer(int(left.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def wheel(version: str) -> Path:
+    """Return the wheel of a release in the folder ``SWALEAK_WHEELS``; skip the test without it."""
+    folder = os.environ.get("SWALEAK_WHEELS")
+    if not folder:
+        pytest.skip("SWALEAK_WHEELS names no folder with SGLang's wheels")
+    found = sorted(Path(folder).glob(f"sglang-{version}-*.whl"))
+    if not found:
+        pytest.skip(f"no wheel of sglang {version} in {folder}")
+    return found[0]
+
+
+_opened: dict[str, Target] = {}
+
+
+def sglang(version: str) -> Target:
+    """Return a release as a target on the CPU, loaded once; skip the test without its wheel."""
+    if version not in _opened:
+        _opened[version] = open_target(str(wheel(version)), "cpu")
+    return _opened[version]
