@@ -5,6 +5,7 @@ Torch is imported inside the commands that need it, so that ``--help`` and ``lis
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from enum import StrEnum
@@ -260,12 +261,24 @@ def _fail(message: str, code: int) -> None:
 
 def _open(on: str, device: str, patches: list[str] | None = None) -> list[Target]:
     """Return the target, and after it the same one patched if there are patches."""
+    _start_torch()
     from swaleak.device import choose_device
     from swaleak.target import open_target
 
     on_device = choose_device(device)
     shipped = open_target(on, on_device)
     return [shipped, open_target(on, on_device, patches)] if patches else [shipped]
+
+
+def _start_torch() -> None:
+    """Import torch, and set it up for what happens here: many calls on small tensors."""
+    gc.disable()  # it would walk torch's modules again and again while they load
+    import torch
+
+    gc.freeze()
+    gc.enable()
+    # threads bring nothing to small tensors, and on a busy machine they wait for each other
+    torch.set_num_threads(1)
 
 
 def _strategies(target: Target, asked: list[str] | None) -> list[str]:

@@ -29,6 +29,6 @@ class TargetError(SwaleakError):
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence for a name nobody knows, with the nearest ones that exist."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
     return f"unknown {kind} {name!r}; {hint}"

@@ -46,13 +46,16 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def wheel(version: str) -> Path:
-    """Return the wheel of a release in the folder ``SWALEAK_WHEELS``; skip the test without it."""
+    """Return the wheel of a release in the folder ``SWALEAK_WHEELS``.
+
+    Skips the test where that names no folder; where it does, a missing wheel is a failure.
+    """
     folder = os.environ.get("SWALEAK_WHEELS")
     if not folder:
         pytest.skip("SWALEAK_WHEELS names no folder with SGLang's wheels")
     found = sorted(Path(folder).glob(f"sglang-{version}-*.whl"))
     if not found:
-        pytest.skip(f"no wheel of sglang {version} in {folder}")
+        pytest.fail(f"no wheel of sglang {version} in {folder}")
     return found[0]
 
 
@@ -60,7 +63,7 @@ _opened: dict[str, Target] = {}
 
 
 def sglang(version: str) -> Target:
-    """Return a release as a target on the CPU, loaded once; skip the test without its wheel."""
+    """Return a release as a target on the CPU, loaded once."""
     if version not in _opened:
         _opened[version] = open_target(str(wheel(version)), "cpu")
     return _opened[version]

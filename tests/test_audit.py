@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swaleak.allocator.state import State
 from swaleak.check import audit as audits
-from swaleak.check.audit import State, audit, read
+from swaleak.check.audit import audit, read
 from swaleak.check.ledger import Ledger, Node
 
 

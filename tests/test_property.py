@@ -60,7 +60,9 @@ def run(target: Target, strategy: str, page_size: int, script: tuple[Op, ...]) -
     return replay(target.make(strategy, SIZES[page_size]), script)
 
 
-def ends(target: Target, strategy: str, page_size: int, script: tuple[Op, ...]) -> tuple[object, ...]:
+def ends(
+    target: Target, strategy: str, page_size: int, script: tuple[Op, ...]
+) -> tuple[object, ...]:
     done = run(target, strategy, page_size, script)
     violations = [str(violation) for violation in done.audit.violations]
     return done.audit.physical, done.audit.mapped, done.audit.full, done.verdict, violations

@@ -54,7 +54,9 @@ PAGE_SIZE_1_ONLY = ("free-of-a-tombstone",)
 
 def outcome(target: Target, name: str, strategy: str, page_size: int) -> str:
     case = run_case(CATALOGUE[name], target, strategy, page_size)
-    return "refused" if case.verdict == "refused" else f"{case.physical}/{case.mapped} {case.verdict}"
+    return (
+        "refused" if case.verdict == "refused" else f"{case.physical}/{case.mapped} {case.verdict}"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["eager", "deferred", "enqueue", "barrier"])

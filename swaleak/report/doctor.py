@@ -16,6 +16,7 @@ from swaleak.errors import SwaleakError
 from swaleak.report.tables import Cell, Grid, Report, Section
 from swaleak.script import scenario
 from swaleak.sglang import source
+from swaleak.sglang.release import cache_folder
 from swaleak.target import open_target
 
 
@@ -32,6 +33,8 @@ def doctor_report() -> Report:
         "default device": device,
         "scenarios": f"{len(scenario.names())} in {scenario.folder()}",
     }
+    kept = sorted(path.stem.removeprefix("sglang-") for path in cache_folder().glob("sglang-*.zip"))
+    facts["cache"] = f"{', '.join(kept) or 'no releases'} in {cache_folder()}"
     ok = True
     try:
         facts["sglang"] = _installed(device)

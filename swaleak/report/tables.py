@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swaleak import __version__
-from swaleak.check.case import Case
 from swaleak.script.ops import describe
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from swaleak.check.case import Case
 
 STYLES = {
     "clean": "green",
@@ -301,14 +302,12 @@ def cell_of(cases: Sequence[Case]) -> Cell:
 def explain(cases: Sequence[Case]) -> tuple[str, ...]:
     """Return a line for each way in which something went wrong: who lost what."""
     lines: dict[str, list[Case]] = {}
-    several = {
-        name
-        for name in ("scenario", "target")
-        if len({getattr(case, name) for case in cases if _facts(case)}) > 1
-    }
-    for case in cases:
-        scenario = [case.scenario.name] if "scenario" in several else []
-        target = [case.target] if "target" in several else []
+    failed = [case for case in cases if _facts(case)]
+    scenarios = {case.scenario.name for case in failed}
+    targets = {case.target for case in failed}
+    for case in failed:
+        scenario = [case.scenario.name] if len(scenarios) > 1 else []
+        target = [case.target] if len(targets) > 1 else []
         who = ", ".join([*scenario, *target, case.strategy])
         for fact in _facts(case):
             lines.setdefault(f"{who}: {fact}", []).append(case)

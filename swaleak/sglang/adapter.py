@@ -12,8 +12,8 @@ from torch import Tensor
 
 from swaleak.allocator.hybrid import GroupedFrees
 from swaleak.allocator.mapping import plain
+from swaleak.allocator.state import State
 from swaleak.allocator.strategy import Strategy
-from swaleak.check.audit import State
 
 
 class Driver:

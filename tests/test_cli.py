@@ -1,0 +1,318 @@
+"""What a person types, and what comes back: exit codes, one line for bad input, JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import swaleak
+from tests.conftest import ROOT, Cli, wheel
+
+STEPS = 'schema = 1\nsteps = [ { alloc = "a" }, %s ]\n'
+TABLES = 'schema = 1\nsteps = [ { group = "begin" } ]\n%s'
+
+BAD_SCENARIOS = {
+    "steps = [ { alloc = 'a' } ]": "schema: this swaleak reads schema = 1",
+    "schema = [": "broken TOML: Invalid value (at end of document)",
+    "schema = 1": "steps: needs a non-empty array of tables",
+    "schema = 1\nstpes = []": "unknown key 'stpes'; did you mean 'steps'?",
+    "schema = 1\nsteps = [1]": "step 1: must be a table such as { alloc = 'node' }",
+    STEPS % '{ fre_swa = "a" }': "step 2: unknown operation 'fre_swa'; did you mean 'free_swa'?",
+    STEPS % '{ free = "a", page = 1 }': "step 2: unknown key 'page'; did you mean 'pages'?",
+    STEPS % '{ free = "a", pages = 1 }': 'step 2: pages must be a slice such as "0:1" or "-1:"',
+    STEPS % '{ free = "a", pages = "0:1", slots = "0:1" }': (
+        "step 2: takes pages or slots, not both"
+    ),
+    STEPS % '{ free = "a", pages = "1:1" }': "step 2: free a: pages 1:1 names nothing",
+    STEPS % '{ free = "b" }': "step 2: free: there is no node 'b' at this point",
+    STEPS % '{ free_full = "a" }': "step 2: free_full a: it still has SWA pages",
+    STEPS % '{ alloc = "a" }': "step 2: node 'a' is allocated already",
+    STEPS % '{ alloc = "b", pages = true }': (
+        "step 2: pages: must be a whole number from 1 to 2147483648"
+    ),
+    STEPS % '{ alloc = "b", pages = 8 }': (
+        "step 2: alloc b, 8 pages: the full pool is too small, 8 pages asked for, 7 of 8 free"
+    ),
+    STEPS % '{ alloc_tail = "b", pages = 1, tail = 2 }': (
+        "step 2: tail = 2 is longer than pages = 1"
+    ),
+    STEPS % '{ alloc = "b" }, { recover = "a", from = "b" }': (
+        "step 3: recover a: it is no tombstone, free_swa it first"
+    ),
+    STEPS % '{ alloc = "b", pages = 2 }, { free_swa = "a" }, { recover = "a", from = "b" }': (
+        "step 4: recover: lengths differ, 1 and 2 slots"
+    ),
+    STEPS
+    % '{ alloc = "b" }, { free_swa = "b" }, { free_swa = "a" }, { adopt = "a", from = "b" }': (
+        "step 5: adopt: 'b' has no SWA pages to give"
+    ),
+    STEPS % '{ recover = "a", from = "a" }': "step 2: recover a from itself makes no sense",
+    STEPS % '{ recover = "a" }': "step 2: needs from = NAME",
+    STEPS % '{ load_back = "a" }': "step 2: load_back a: it is no tombstone, free_swa it first",
+    STEPS % '{ alloc = "b" }, { overwrite = "a", from = "b" }': (
+        "step 3: overwrite a: it was not passed to any free yet"
+    ),
+    STEPS % '{ group = "open" }': "step 2: group: unknown value 'open'; known: begin, end",
+    STEPS % "{ expect = {} }": "step 2: expect needs physical, mapped or both",
+    TABLES % "[pools]\npage_sizes = [0]": (
+        "pools.page_sizes: must be a whole number from 1 to 4096"
+    ),
+    TABLES % "[pools]\nfull_pages = 1000000000000000000": (
+        "pools.full_pages: must be a whole number from 1 to 8388608"
+    ),
+    TABLES % '[expect]\nlazy = { verdict = "leak" }': (
+        "expect: unknown key 'lazy'; known: eager, deferred, enqueue, barrier, every"
+    ),
+    TABLES % '[expect]\neager = { verdict = "lead" }': (
+        "expect.eager.verdict: unknown value 'lead'; did you mean 'leak'?"
+    ),
+    TABLES % '[[known]]\nversions = "0.5.18"\nverdict = "leak"': (
+        "known[0].versions: Invalid specifier: '0.5.18'"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BAD_SCENARIOS)
+def test_a_scenario_that_makes_no_sense(text: str, cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    answer = cli("repro", file, "--strategy", "deferred", "--page-size", "1")
+    assert (answer.code, answer.out, answer.err) == (
+        2,
+        "",
+        f"swaleak: {file}: {BAD_SCENARIOS[text]}\n",
+    )
+
+
+BAD_CALLS = [
+    ("repro --strategy defered", 2, "unknown strategy 'defered'; did you mean 'deferred'?"),
+    (
+        "repro --strategy barier-snapshot",
+        2,
+        "unknown strategy 'barier-snapshot'; did you mean 'barrier-snapshot'?",
+    ),
+    (
+        "repro tombstone-recovry",
+        2,
+        "unknown scenario 'tombstone-recovry'; did you mean 'tombstone-recovery'?",
+    ),
+    ("show tombstone", 2, "unknown scenario 'tombstone'; did you mean 'tombstone-replace'?"),
+    ("repro no/such.toml", 2, "no/such.toml: No such file or directory"),
+    ("repro . --on builtin", 2, "unknown scenario '.'; known: adopt-in-group"),
+    ("repro --on nosuch.whl", 2, "nosuch.whl: no such file or folder"),
+    ("repro --on instaled", 2, "unknown target 'instaled'; did you mean 'installed'?"),
+    ("repro --on no.such:Class", 125, "no.such:Class: ModuleNotFoundError: No module named 'no'"),
+    ("repro --on collections:Counter", 125, "collections:Counter: its allocator cannot be made"),
+    ("repro --on math:pi", 125, "math:pi: is no class"),
+    ("repro --strategy shipped --on builtin", 2, "the built-in model ships nothing; name one of"),
+    ("repro --patch x.diff --on builtin", 2, "--patch needs SGLang's sources to apply to"),
+    ("repro --device gpu", 2, "unknown device 'gpu'; did you mean 'cpu'?"),
+    ("repro --device cpu:1", 2, "unknown device 'cpu:1'; did you mean 'cpu'?"),
+    ("repro --page-size 0", 2, "page size 0: must be from 1 to 4096"),
+    ("repro --page-size 4097", 2, "page size 4097: must be from 1 to 4096"),
+    ("repro --page-size four", 2, "Invalid value for '--page-size'"),
+    ("repro --repeat 0", 2, "Invalid value for '--repeat'"),
+    ("repro --format yaml", 2, "Invalid value for '--format' / '-f'"),
+    ("repro -o report.doc", 2, "-o report.doc: unknown ending '.doc'; known: .json, .md"),
+    ("repro -o no/such/report.md", 2, "-o no/such/report.md: there is no folder no/such"),
+    (
+        "repro --page-size 4096 --repeat 100000000",
+        2,
+        "tombstone-recovery: 300000005 pages of 4096 slots are over the limit of 2147483648 slots",
+    ),
+    ("verify --page-size 0", 2, "no scenario runs at this page size"),
+    ("check", 2, "Missing argument 'TARGET...'"),
+    ("repro --no-such", 2, "No such option: --no-such"),
+    ("bisect", 2, "No such command 'bisect'."),
+]
+
+
+@pytest.mark.parametrize(("call", "code", "message"), BAD_CALLS)
+def test_bad_input_is_one_line(call: str, code: int, message: str, cli: Cli) -> None:
+    answer = cli(*call.split())
+    assert (answer.code, answer.out, answer.err.count("\n")) == (code, "", 1)
+    assert answer.err.startswith(f"swaleak: {message}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_device_that_is_not_there(cli: Cli) -> None:
+    answer = cli("repro", "--device", "cuda")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert answer.err.startswith("swaleak: --device cuda: torch ")
+
+
+def test_targets_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "half.whl").write_bytes(b"PK\x03\x04" + bytes(1000))
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as other:
+        other.writestr("other/__init__.py", "")
+    swa = "sglang/srt/mem_cache/allocator/swa.py"
+    for name, text in (("syntax", "def"), ("missing", "from sglang.srt.nowhere import thing")):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as broken:
+            broken.writestr(swa, text)
+    said = {
+        "empty": "no SGLang there, sglang/srt/mem_cache/allocator/ is missing",
+        "half.whl": "not a wheel that can be read (File is not a zip file)",
+        "other.whl": f"no SGLang with an SWA allocator, {swa} is missing",
+        "syntax.whl": f"sglang at {tmp_path}/syntax.whl: {swa}:1: invalid syntax",
+        "missing.whl": f"sglang at {tmp_path}/missing.whl: its allocator needs "
+        f"sglang.srt.nowhere which swaleak does not provide",
+    }
+    for name, message in said.items():
+        answer = cli("check", tmp_path / name)
+        place = "" if message.startswith("sglang at") else f"{tmp_path / name}: "
+        assert (answer.code, answer.out, answer.err) == (125, "", f"swaleak: {place}{message}\n")
+
+
+def test_json_is_the_contract(cli: Cli) -> None:
+    answer = cli("repro", "--strategy", "deferred-resolve", "--page-size", 4, "--format", "json")
+    assert (answer.code, answer.err) == (0, "")
+    assert json.loads(answer.out) == {
+        "schema": "swaleak/1",
+        "command": "repro",
+        "version": swaleak.__version__,
+        "torch": str(torch.__version__),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "ok": True,
+        "results": [
+            {
+                "scenario": "tombstone-recovery",
+                "reach": "production",
+                "target": "builtin",
+                "strategy": "deferred",
+                "origin": "builtin",
+                "page_size": 4,
+                "physical": 2,
+                "mapped": 1,
+                "verdict": "leak",
+                "violations": [
+                    {"kind": "leak", "pool": "swa", "pages": [2]},
+                    {"kind": "lost", "owner": "node", "pages": [0]},
+                ],
+                "declared": "leak",
+                "as_declared": True,
+                "known": None,
+            }
+        ],
+    }
+
+
+@pytest.mark.wheels
+def test_json_on_0_5_18(cli: Cli) -> None:
+    call = ("repro", "--on", wheel("0.5.18"), "-s", "deferred", "-s", "barrier", "-f", "json")
+    answer = cli(*call, "--page-size", 4)
+    keys = ("target", "strategy", "origin", "physical", "mapped", "verdict", "known")
+    assert [tuple(r[key] for key in keys) for r in json.loads(answer.out)["results"]] == [
+        ("sglang 0.5.18", "deferred", "shipped", 2, 1, "leak", "fixed in 0.5.19"),
+        ("sglang 0.5.18", "barrier", "grafted", 2, 2, "clean", None),
+    ]
+
+
+def test_steps_in_json(cli: Cli) -> None:
+    call = "repro -s deferred --page-size 1 --steps -f json"
+    [result] = json.loads(cli(*call.split()).out)["results"]
+    keys = ("step", "op", "physical", "mapped")
+    assert [tuple(step[key] for key in keys) for step in result["steps"]] == [
+        (1, "alloc bystander", 1, 1),
+        (2, "alloc node", 2, 2),
+        (3, "alloc incoming", 3, 3),
+        (4, "group begin", 3, 3),
+        (5, "free_swa node", 3, 3),
+        (6, "recover node from incoming", 3, 2),
+        (7, "group end", 2, 1),
+    ]
+    assert [bool(step["violations"]) for step in result["steps"]] == [False] * 6 + [True]
+
+
+@pytest.mark.parametrize("name", ["deferred", "deferred-resolve"])
+def test_exit_code_of_repro_and_its_table(name: str, cli: Cli) -> None:
+    answer = cli("repro", "--strategy", name, "--page-size", "256", "--on", "builtin")
+    [row] = [line.split() for line in answer.out.splitlines() if line.startswith(" deferred")]
+    assert (answer.code, row) == (
+        0,
+        ["deferred", "builtin", "256", "2", "1", "leak", "leak"],
+    )
+    assert "SWA page 2 leaked; node lost the SWA side of its page 0" in answer.out
+
+
+def test_what_is_not_as_declared_is_exit_code_1(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    text = (ROOT / "scenarios" / "tombstone-recovery.toml").read_text()
+    file.write_text(text.replace("physical = 2, mapped = 1", "physical = 3, mapped = 1"))
+    assert cli("repro", file, "--strategy", "deferred").code == 1
+    file.write_text(text.replace('{ group = "end" },', "{ expect = { mapped = 3 } },"))
+    answer = cli("repro", file, "--strategy", "barrier", "--page-size", "1")
+    assert (answer.code, "step 7 expects mapped 3, found 2" in answer.out) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "physical", "mapped"), [("deferred", 101, 1), ("barrier", 2, 2)]
+)
+def test_repeat_shows_the_slope(strategy: str, physical: int, mapped: int, cli: Cli) -> None:
+    call = f"repro -s {strategy} --repeat 100 --page-size 4 -f json --on builtin"
+    answer = cli(*call.split())
+    [result] = json.loads(answer.out)["results"]
+    keys = ("physical", "mapped", "repeats", "leaked_per_repeat", "as_declared")
+    slope = (physical - mapped) / 100
+    assert tuple(result[key] for key in keys) == (physical, mapped, 100, slope, True)
+
+
+def test_verify_and_check_on_the_built_in_model(cli: Cli) -> None:
+    answer = cli("verify", "--on", "builtin")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.splitlines()[-1].endswith("runs, all as declared.")
+    assert max(map(len, answer.out.splitlines())) <= 80
+    assert "tombstone-recovery            ok 2/2    2/1 leak   ok 2/2    ok 2/2" in answer.out
+
+
+def test_markdown_is_a_table_to_paste(cli: Cli) -> None:
+    answer = cli("repro", "-s", "deferred", "--page-size", "1", "-f", "markdown")
+    lines = answer.out.splitlines()
+    assert [line for line in lines if line.startswith("|")] == [
+        "| strategy | origin | page size | physical | mapped | verdict | declared |",
+        "| --- | --- | --: | --: | --: | --- | --- |",
+        "| deferred | builtin | 1 | 2 | 1 | leak | leak |",
+    ]
+
+
+@pytest.mark.parametrize("ending", ["json", "md", "svg", "html"])
+def test_output_files(ending: str, cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / f"report.{ending}"
+    file.write_text("old")
+    answer = cli("repro", "-s", "deferred", "-o", file)
+    assert (answer.code, [path.name for path in tmp_path.iterdir()]) == (0, [file.name])
+    assert "leak" in file.read_text()
+
+
+def test_list_show_doctor(cli: Cli) -> None:
+    listed = json.loads(cli("list", "-f", "json").out)["results"]
+    assert next(s["scenario"] for s in listed) == "tombstone-recovery"
+    shown = cli("show", "nested-group")
+    assert (shown.code, "Groups do not nest." in shown.out) == (0, True)
+    assert "5   group begin" in shown.out
+    [facts] = json.loads(cli("doctor", "-f", "json").out)["results"]
+    assert set(facts) >= {"swaleak", "python", "torch", "devices", "sglang", "cache"}
+
+
+def test_help_and_list_do_not_import_torch() -> None:
+    for call in (
+        ["--help"],
+        ["repro", "--help"],
+        ["list"],
+        ["show", "steady-group"],
+        ["--version"],
+    ):
+        code = (
+            f"import sys; sys.argv = ['swaleak', *{call!r}]\n"
+            "from swaleak.cli import main\n"
+            "try:\n    main()\nexcept SystemExit as left:\n    assert not left.code, left.code\n"
+            "assert 'torch' not in sys.modules"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), call

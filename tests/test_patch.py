@@ -1,0 +1,182 @@
+"""Patches as a pull request gives them, and git bisect. Upstream files are made at run time."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from swaleak.sglang.patch import split
+from swaleak.sglang.source import ALLOCATOR
+from tests.conftest import Cli, wheel
+
+SWA = f"{ALLOCATOR}/swa.py"
+ELSEWHERE = """\
+diff --git a/docs/notes.md b/docs/notes.md
+--- a/docs/notes.md
++++ b/docs/notes.md
+@@ -1,2 +1,2 @@
+ kept
+-- old
++- new
+"""
+
+
+def sources(version: str) -> dict[str, str]:
+    """Return the allocator sources of a release: path -> text."""
+    with zipfile.ZipFile(wheel(version)) as archive:
+        return {
+            name: archive.read(name).decode()
+            for name in archive.namelist()
+            if name.startswith(ALLOCATOR) and name.endswith(".py")
+        }
+
+
+def fixed(text: str) -> str:
+    """Resolve ownership when the free is called: the queue of full slots is never used."""
+    held = "not self.is_not_in_free_group"
+    head, tail = text.split("    def free_swa(", 1)
+    assert held in tail
+    return head + "    def free_swa(" + tail.replace(held, "False", 1)
+
+
+def diff(old: str, new: str, prefix: str) -> str:
+    lines = (text.splitlines(keepends=True) for text in (old, new))
+    names = (f"{side}/{prefix}{SWA}" for side in "ab")
+    return f"diff --git a/{prefix}{SWA} b/{prefix}{SWA}\n" + "".join(
+        difflib.unified_diff(*lines, *names)
+    )
+
+
+@pytest.fixture
+def fix() -> str:
+    text = sources("0.5.18")[SWA]
+    return diff(text, fixed(text), "python/")
+
+
+@pytest.mark.wheels
+def test_a_fix_passes_the_gate_beside_what_it_mends(fix: str, cli: Cli, tmp_path: Path) -> None:
+    patch = tmp_path / "fix.diff"
+    patch.write_text(f"From: someone\nSubject: [PATCH] --- a fix\n\n{ELSEWHERE}{fix}")
+    answer = cli("check", wheel("0.5.18"), "--patch", patch)
+    assert answer.code == 0
+    assert "tombstone-recovery         2/1 leak   ok 2/2" in answer.out
+    assert "left out, not in the allocator package: docs/notes.md" in answer.out
+    results = json.loads(cli("check", wheel("0.5.18"), "--patch", patch, "-f", "json").out)
+    origins = {(r["target"], r["origin"]) for r in results["results"]}
+    assert origins == {("sglang 0.5.18", "shipped"), ("sglang 0.5.18 + fix.diff", "patched")}
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("prefix", ["python/", "", "some/fork/python/"])
+def test_any_root_and_standard_input(prefix: str, cli: Cli, monkeypatch) -> None:
+    text = sources("0.5.18")[SWA]
+    stdin = io.TextIOWrapper(io.BytesIO(diff(text, fixed(text), prefix).encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    answer = cli("repro", "--on", wheel("0.5.18"), "--patch", "-", "--page-size", 4, "-f", "json")
+    keys = ("origin", "physical", "mapped", "verdict")
+    assert (
+        answer.code,
+        [tuple(r[k] for k in keys) for r in json.loads(answer.out)["results"]],
+    ) == (
+        0,
+        [("shipped", 2, 1, "leak"), ("patched", 2, 2, "clean")],
+    )
+
+
+@pytest.mark.wheels
+def test_a_patch_that_mends_nothing_fails(cli: Cli, tmp_path: Path) -> None:
+    text = sources("0.5.18")[SWA]
+    (tmp_path / "nop.diff").write_text(diff(text, f"# changed\n{text}", "python/"))
+    assert cli("check", wheel("0.5.18"), "--patch", tmp_path / "nop.diff").code == 1
+
+
+@pytest.mark.wheels
+def test_patches_add_up_and_a_new_file_counts(fix: str, cli: Cli, tmp_path: Path) -> None:
+    """One patch makes a file in the package, the next imports it."""
+    new = f"python/{ALLOCATOR}/extra.py"
+    (tmp_path / "1.diff").write_text(
+        f"diff --git a/{new} b/{new}\nnew file mode 100644\n--- /dev/null\n+++ b/{new}\n"
+        "@@ -0,0 +1 @@\n+EXTRA = 1\n"
+    )
+    text = sources("0.5.18")[SWA]
+    imports = f"from sglang.srt.mem_cache.allocator.extra import EXTRA  # {'x' * 20}\n{text}"
+    (tmp_path / "2.diff").write_text(diff(text, imports, "python/"))
+    call = (
+        "check",
+        wheel("0.5.18"),
+        "--patch",
+        tmp_path / "1.diff",
+        "--patch",
+        tmp_path / "2.diff",
+    )
+    assert (cli(*call).code, cli(*call[:2], *call[4:]).code) == (1, 125)
+
+
+@pytest.mark.wheels
+def test_what_does_not_apply_is_one_line(fix: str, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "fix.diff").write_text(fix)
+    (tmp_path / "else.diff").write_text(ELSEWHERE)
+    (tmp_path / "torn.diff").write_text(fix[: len(fix) - 40])
+    (tmp_path / "no.diff").write_bytes(b"\xff\xfe")
+    hunk = fix.split("@@ -")[1].split(",")[0]
+    said = {
+        "fix.diff": f"the hunk at {SWA}:{hunk} does not apply to sglang 0.5.19",
+        "else.diff": f"no hunk of it changes {ALLOCATOR}/",
+        "torn.diff": f"python/{SWA}: corrupt patch",
+    }
+    for name, message in said.items():
+        answer = cli("check", wheel("0.5.19"), "--patch", tmp_path / name)
+        assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+        assert answer.err.startswith(f"swaleak: {tmp_path / name}: {message}")
+    for name, reason in (("no.diff", "not a UTF-8"), ("none.diff", "No such file")):
+        answer = cli("check", wheel("0.5.19"), "--patch", tmp_path / name)
+        assert (answer.code, answer.err.count("\n"), reason in answer.err) == (2, 1, True)
+
+
+def test_a_changed_line_is_never_taken_for_a_header() -> None:
+    text = (
+        "--- a/one.sql\n+++ b/one.sql\n@@ -1,2 +1,2 @@\n--- old comment\n+++ new comment\n same\n"
+        "--- a/two.sql\t2026-01-01\n+++ b/two.sql\t2026-01-02\n@@ -1 +1 @@\n-a\n+b\n"
+    )
+    assert [(part.path, part.strip) for part in split(text)] == [
+        ("b/one.sql", -1),
+        ("b/two.sql", -1),
+    ]
+
+
+GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+
+
+@pytest.mark.wheels
+def test_git_bisect_run(tmp_path: Path) -> None:
+    """Ten commits from the sources of two releases; the first bad one is the sixth."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run([*GIT, *args], cwd=tmp_path, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    git("init", "-q", "-b", "main")
+    commits = []
+    for number in range(10):
+        files = sources("0.5.17" if number < 5 else "0.5.18")
+        for name, text in files.items():
+            file = tmp_path / "python" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            broken = number == 3 and name == SWA  # a commit that cannot be loaded is skipped
+            file.write_text(f"{'def' if broken else ''}\n# commit {number}\n{text}")
+        git("add", "-A")
+        git("commit", "-q", "-m", f"commit {number}")
+        commits.append(git("rev-parse", "HEAD").strip())
+    git("bisect", "start", commits[-1], commits[0])
+    found = git("bisect", "run", sys.executable, "-m", "swaleak", "check", ".")
+    assert f"{commits[5]} is the first bad commit" in found
