@@ -65,7 +65,10 @@ def patched(tree: SourceTree, names: list[str]) -> tuple[SourceTree, tuple[str, 
         }
     shown = " + ".join(Path(name).name if name != "-" else "patch" for name in names)
     label = f"{tree.label} + {shown}"
-    return replace(tree, files=files, version=None, label=label), tuple(dict.fromkeys(left_out))
+    # a place of its own: line caches tell modules by it, and Triton compiles from those
+    place = f"{tree.place} + {shown}"
+    changed = replace(tree, files=files, version=None, label=label, place=place)
+    return changed, tuple(dict.fromkeys(left_out))
 
 
 def split(diff: str) -> Iterator[FilePatch]:

@@ -1,0 +1,68 @@
+"""The same verdicts on a GPU, with the release's own Triton kernels: ``pytest -m cuda``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swaleak.check.audit import audit
+from swaleak.check.case import run_case
+from swaleak.check.ledger import Ledger
+from swaleak.script import scenario as scenarios
+from swaleak.sglang.release import RELEASES
+from swaleak.target import Builtin, Sizes, open_target
+from tests.conftest import Cli, wheel
+from tests.test_loader import grow
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+
+
+@pytest.mark.parametrize("strategy", ["eager", "deferred", "enqueue", "barrier"])
+def test_the_model_on_a_gpu_is_the_model_on_a_cpu(strategy: str) -> None:
+    for scenario in scenarios.catalogue():
+        for size in scenario.page_sizes:
+            gpu, cpu = (
+                run_case(scenario, Builtin(device), strategy, size, keep_steps=True).run
+                for device in ("cuda", "cpu")
+            )
+            assert (gpu.verdict, gpu.audit, gpu.steps) == (cpu.verdict, cpu.audit, cpu.steps)
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("version", RELEASES)
+def test_every_release_on_a_gpu(version: str) -> None:
+    target = open_target(str(wheel(version)), "cuda")
+    wrong = [
+        (scenario.name, strategy, size, case.run)
+        for scenario in scenarios.catalogue()
+        for strategy in target.strategies()
+        for size in scenario.page_sizes
+        if not (case := run_case(scenario, target, strategy, size)).as_declared
+    ]
+    assert wrong == []
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("version", ["0.5.13.post1", "0.5.18", "0.5.23"])
+def test_the_release_s_own_kernels_extend_as_the_stand_in_does(version: str) -> None:
+    sizes = Sizes(40, 40, 16)
+    gpu = open_target(str(wheel(version)), "cuda").make("shipped", sizes)
+    assert grow(gpu, 0) == grow(Builtin("cpu").make("eager", sizes), 0)
+
+
+def test_one_copy_to_the_host_an_audit() -> None:
+    """Reading the state brings it to the host once, however large the pools are."""
+    driver, ledger = Builtin("cuda").make("barrier", Sizes(4096, 4096, 16)), Ledger(16)
+    audit(driver, ledger)  # kernels are loaded
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        audit(driver, ledger)
+    copies = [event for event in profile.events() if "Memcpy DtoH" in event.name]
+    assert len(copies) == 1
+
+
+def test_the_command_says_which_gpu(cli: Cli) -> None:
+    answer = cli("repro", "--device", "cuda:0", "--page-size", "256", "--on", "builtin")
+    assert (answer.code, torch.cuda.get_device_name(0) in answer.out) == (0, True)
