@@ -84,7 +84,7 @@ class Reading(NamedTuple):
 
 
 SMALL = 4096  # slots; below this, lists are faster than kernels on a CPU
-CHUNK = 2**20  # slots looked at together, so that temporaries stay small
+CHUNK = 2**18  # slots looked at together, so that temporaries stay small
 
 
 def read(state: State) -> Reading:
@@ -214,35 +214,32 @@ def _free_list(listed: list[int], pages: int) -> FreeList:
 def _read_tensors(state: State) -> Reading:
     """Read large pools, and GPUs: shapes that depend on no data, one copy to the host."""
     rows = state.mapping[:-1].view(-1, state.page_size)
-    swa = rows.new_zeros(len(rows))
-    filled = rows.new_zeros(len(rows))
-    pointed = rows.new_zeros(state.swa_pages + 3)  # shifted by one, see _read_rows
+    on_cpu = rows.device.type == "cpu"
+    swa = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
+    filled = torch.zeros_like(swa)
+    pointed = torch.zeros(state.swa_pages + 3, dtype=torch.int32, device=rows.device)
     step = max(1, CHUNK // state.page_size)
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step]
-        if chunk.device.type == "cpu" and not chunk.any():
+        if on_cpu and not chunk.any():
             continue
         _read_rows(chunk, swa[start : start + step], filled[start : start + step], pointed)
-    parts = (
-        swa,
-        filled,
-        pointed,
-        _times(state.full_free, state.full_pages),
-        _times(state.swa_free, state.swa_pages),
-    )
-    host = torch.cat(parts).cpu()
-    swa, filled, pointed, full_times, swa_times = torch.split(host, [len(part) for part in parts])
+    full_times = _times(state.full_free, state.full_pages)
+    swa_times = _times(state.swa_free, state.swa_pages)
+    if not on_cpu:
+        parts = (swa, filled, pointed, full_times, swa_times)
+        host = torch.cat(parts).cpu()
+        swa, filled, pointed, full_times, swa_times = torch.split(host, [len(p) for p in parts])
     used = swa.nonzero().reshape(-1)
     pairs = zip(swa[used].tolist(), filled[used].tolist(), strict=True)
-    torn: list[int] = (swa == -1).nonzero().reshape(-1).tolist()
+    torn = used[swa[used] < 0].tolist()
     torn_rows = rows[torn].tolist() if torn else []  # worth a second look at the device
-    size = state.page_size
     return Reading(
         _free_list_of_times(full_times, state.full_free),
         _free_list_of_times(swa_times, state.swa_free),
         dict(zip(used.tolist(), pairs, strict=True)),
         {
-            page: {slot // size for slot in row if slot > 0}
+            page: {slot // state.page_size for slot in row if slot > 0}
             for page, row in zip(torn, torn_rows, strict=True)
         },
         set(pointed[1:].nonzero().reshape(-1).tolist()),
@@ -270,16 +267,20 @@ def _read_rows(rows: Tensor, swa: Tensor, filled: Tensor, pointed: Tensor) -> No
 
 
 def _times(free: Tensor, pages: int) -> Tensor:
-    """Return int64[pages + 2]: how often each page is in the free list; last, those outside."""
-    times = torch.zeros(pages + 2, dtype=torch.int64, device=free.device)
-    place = torch.where((free < 0) | (free > pages), pages + 1, free)
-    return times.index_add_(0, place, torch.ones_like(free))
+    """Return int32[pages + 3]: how often page -1, 0, 1, … is in a free list (int64[n]).
+
+    The first and the last place stand for everything outside.
+    """
+    times = torch.zeros(pages + 3, dtype=torch.int32, device=free.device)
+    once = torch.ones(1, dtype=torch.int32, device=free.device).expand(len(free))
+    return times.index_add_(0, (free + 1).clamp_(0, pages + 2), once)
 
 
 def _free_list_of_times(times: Tensor, free: Tensor) -> FreeList:
-    inside = times[1:-1]
-    reserved = [0] if times[0] else []
-    if times[-1]:  # something is very wrong; worth a second look at the device
+    inside = times[2:-1]
+    below, zero, above = times[[0, 1, -1]].tolist()
+    reserved = [0] if zero else []
+    if below or above:  # worth a second look at the device
         reserved += torch.unique(free[(free < 0) | (free > len(inside))]).tolist()
     return FreeList(
         set((inside.eq(0).nonzero().reshape(-1) + 1).tolist()),
