@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 
 from swaleak.allocator.mapping import plain
-from swaleak.allocator.strategy import STRATEGIES
+from swaleak.allocator.strategy import STRATEGIES, Strategy
 from swaleak.check.audit import audit
 from swaleak.check.replay import Player
 from swaleak.errors import UsageError
 from swaleak.script import ops
 from swaleak.script.ops import Op
-from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS
+from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, MAX_STEPS
 from swaleak.sglang.adapter import Driver
 from swaleak.target import SHIPPED, Sizes, Target, strategy_of
 
 MIN_SAMPLES = 20  # fewer say nothing about a median
 RESAMPLES = 2000  # of the bootstrap
 CHUNK = 2**21  # resampled values looked at together
-STRATEGY_NAMES = frozenset(n for s in STRATEGIES.values() for n in (s.name, s.long_name))
+STRATEGY_NAMES = {name for s in STRATEGIES.values() for name in (s.name, s.long_name)}
 SOURCE = "incoming"  # the node that a tombstone is recovered from
 RELEASES = ("free", "free_page_ids", "free_segment")  # how a pool is given pages back
 
@@ -91,6 +91,10 @@ class Settings:
     whole: bool = False
     recover: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < MIN_SAMPLES:
+            raise UsageError(f"{self.samples} samples say nothing, {MIN_SAMPLES} are the least")
 
 
 class Sample(NamedTuple):
@@ -215,6 +219,8 @@ def shapes(
     asked = product(page_sizes or (256, 1), calls or (1, 8, 64), pages or (1,))
     chosen = tuple(dict.fromkeys(Shape(*numbers) for numbers in asked))
     for shape in chosen:
+        if shape.calls > MAX_STEPS:
+            raise UsageError(f"{shape.calls} calls: at most {MAX_STEPS} in a group")
         if not 1 <= shape.page_size <= MAX_PAGE_SIZE:
             raise UsageError(f"page size {shape.page_size}: must be from 1 to {MAX_PAGE_SIZE}")
         if shape.sizes.full_pages * shape.page_size > MAX_SLOTS:
@@ -227,15 +233,22 @@ def shapes(
 
 def contestants(
     baseline: str,
-    candidates: Sequence[str],
+    candidates: Sequence[str] | None,
     on: Callable[[], Target],
     open_: Callable[[str], Target],
 ) -> tuple[Contestant, ...]:
     """Return the baseline, then the candidates.
 
-    A strategy's name means that strategy on ``on()``; any other is a target, as shipped. Raises
-    ``UsageError`` for a name that is neither, and for one that is there already.
+    A strategy's name means that strategy on ``on()``; any other is a target, as shipped. A
+    strategy without candidates is held against the others that batch. Raises ``UsageError`` for a
+    name that is neither, and for one that is there already.
     """
+    if not candidates:
+        if baseline not in STRATEGY_NAMES:
+            raise UsageError(f"{baseline} against what? name it with --candidate")
+        candidates = [
+            s.name for s in STRATEGIES.values() if s.batches and baseline not in _names(s)
+        ]
     asked = (baseline, *candidates)
     found = [_contestant(name, on, open_) for name in asked]
     labels = [one.label for one in found]
@@ -257,6 +270,10 @@ def _contestant(name: str, on: Callable[[], Target], open_: Callable[[str], Targ
     if target.ships is None:
         raise UsageError(f"{name} ships no strategy of its own; name {', '.join(STRATEGIES)}")
     return Contestant(target.name, target, SHIPPED)
+
+
+def _names(strategy: type[Strategy]) -> tuple[str, str]:
+    return strategy.name, strategy.long_name
 
 
 class Stand:
