@@ -32,6 +32,8 @@ from swaleak.sglang.adapter import Driver
 from swaleak.target import SHIPPED, Sizes, Target, strategy_of
 
 MIN_SAMPLES = 20  # fewer say nothing about a median
+BLOCK = 25  # rounds, then new allocators: where in memory they lie is worth up to 2 %
+RUN_IN = 3  # groups that a new allocator does before it is timed
 RESAMPLES = 2000  # of the bootstrap
 CHUNK = 2**21  # resampled values looked at together
 STRATEGY_NAMES = {name for s in STRATEGIES.values() for name in (s.name, s.long_name)}
@@ -328,9 +330,9 @@ def run(
 ) -> Iterator[Step]:
     """Measure case after case, and yield every round, those that warm up too.
 
-    In a round each contestant has one turn, the baseline two, in random order. Garbage collection
-    is off and torch uses one thread while this runs. Raises ``UsageError`` for a contestant that
-    cannot be measured.
+    In a round each contestant has one turn, the baseline two, in random order; all get new
+    allocators every ``BLOCK`` rounds. Garbage collection is off and torch uses one thread while
+    this runs. Raises ``UsageError`` for a contestant that cannot be measured.
     """
     rounds = settings.warmup + settings.samples
     order = list(range(len(contestants) + 1))
@@ -338,9 +340,11 @@ def run(
     with _quiet():
         for number, shape in enumerate(shapes):
             audits = tuple(judge(one, shape, settings) for one in contestants)
-            stands = [Stand(one, shape, settings) for one in (*contestants, contestants[0])]
+            stands: list[Stand] = []
             for turn in range(rounds):
                 shuffle(order)
+                if turn % BLOCK == 0:
+                    stands = _line_up(contestants, shape, settings, order)
                 samples = [NOT_YET] * len(stands)
                 for i in order:
                     stands[i].reset()
@@ -353,6 +357,19 @@ def run(
                     done=number * rounds + turn + 1,
                     total=len(shapes) * rounds,
                 )
+
+
+def _line_up(
+    contestants: Sequence[Contestant], shape: Shape, settings: Settings, order: Sequence[int]
+) -> list[Stand]:
+    """Return a stand for each contestant and one more for the first, made in ``order``, run in."""
+    lined = (*contestants, contestants[0])
+    stands = {i: Stand(lined[i], shape, settings) for i in order}
+    for _ in range(RUN_IN):
+        for i in order:
+            stands[i].group()
+            stands[i].reset()
+    return [stands[i] for i in range(len(lined))]
 
 
 def judge(contestant: Contestant, shape: Shape, settings: Settings) -> str:

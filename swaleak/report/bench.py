@@ -136,7 +136,7 @@ def _rows(
         said = [timing.verdict(noise) if i else "baseline"]
         if audit != "clean" and label != AGAIN:
             said.append(audit)
-        interval = f"{100 * (timing.low - 1):+.1f} to {100 * (timing.high - 1):+.1f} %"
+        interval = f"{100 * (timing.low - 1):+z.1f} to {100 * (timing.high - 1):+z.1f} %"
         yield (
             *(Cell(text) for text in case),
             Cell(label),
