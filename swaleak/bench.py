@@ -8,7 +8,9 @@ printed here: ``measure`` yields rounds, ``summarise`` turns them into figures.
 
 from __future__ import annotations
 
+import difflib
 import gc
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +23,10 @@ import torch
 from torch import Tensor
 
 from swaleak.allocator.mapping import plain
-from swaleak.allocator.strategy import STRATEGIES, Strategy
+from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.audit import audit
 from swaleak.check.replay import Player
-from swaleak.errors import UsageError
+from swaleak.errors import UsageError, unknown
 from swaleak.script import ops
 from swaleak.script.ops import Op
 from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, MAX_STEPS
@@ -48,6 +50,9 @@ class Shape:
     page_size: int
     calls: int
     pages: int
+
+    def __str__(self) -> str:
+        return f"page size {self.page_size}, calls {self.calls}, pages {self.pages}"
 
     @property
     def sizes(self) -> Sizes:
@@ -86,12 +91,17 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure. ``whole``: with the physical release. ``recover``: a recovery a group."""
+    """How to measure.
+
+    ``whole``: with the physical release. ``recover``: with a recovery a group. ``segment``: through
+    ``free_swa_segment``, as SGLang's caches do from 0.5.20 on; ``free_swa`` where there is none.
+    """
 
     warmup: int = 50
     samples: int = 500
     whole: bool = False
     recover: bool = False
+    segment: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -245,14 +255,14 @@ def contestants(
     strategy without candidates is held against the others that batch. Raises ``UsageError`` for a
     name that is neither, and for one that is there already.
     """
+    found = [_contestant(baseline, on, open_)]
     if not candidates:
-        if baseline not in STRATEGY_NAMES:
+        if found[0].strategy == SHIPPED:
             raise UsageError(f"{baseline} against what? name it with --candidate")
-        candidates = [
-            s.name for s in STRATEGIES.values() if s.batches and baseline not in _names(s)
-        ]
+        names = (s.name for s in STRATEGIES.values() if s.batches)
+        candidates = [name for name in names if name != found[0].strategy]
+    found += [_contestant(name, on, open_) for name in candidates]
     asked = (baseline, *candidates)
-    found = [_contestant(name, on, open_) for name in asked]
     labels = [one.label for one in found]
     for i, one in enumerate(found):
         if labels.count(one.label) > 1:  # two checkouts of one version: call them what they asked
@@ -267,15 +277,20 @@ def contestants(
 def _contestant(name: str, on: Callable[[], Target], open_: Callable[[str], Target]) -> Contestant:
     if name == SHIPPED or name in STRATEGY_NAMES:
         strategy, target = strategy_of(name), on()
-        return Contestant(target.name if strategy == SHIPPED else strategy, target, strategy)
-    target = open_(name)
+        return Contestant(_short(target) if strategy == SHIPPED else strategy, target, strategy)
+    try:
+        target = open_(name)
+    except UsageError:
+        if difflib.get_close_matches(name, STRATEGY_NAMES):
+            raise UsageError(unknown("strategy", name, STRATEGY_NAMES)) from None
+        raise
     if target.ships is None:
         raise UsageError(f"{name} ships no strategy of its own; name {', '.join(STRATEGIES)}")
-    return Contestant(target.name, target, SHIPPED)
+    return Contestant(_short(target), target, SHIPPED)
 
 
-def _names(strategy: type[Strategy]) -> tuple[str, str]:
-    return strategy.name, strategy.long_name
+def _short(target: Target) -> str:
+    return target.name.removeprefix("sglang ") if target.version else target.name
 
 
 class Stand:
@@ -288,6 +303,9 @@ class Stand:
     def __init__(self, contestant: Contestant, shape: Shape, settings: Settings) -> None:
         player = _ready(contestant, shape)
         self.driver = cast(Driver, player.allocator)
+        self.free_swa: Callable[[Tensor], None] = (
+            self.driver.free_swa_segment if settings.segment else self.driver.allocator.free_swa
+        )
         self.freed = [player.slots[_node(i)] for i in range(shape.calls)]
         self.source = player.slots[SOURCE] if settings.recover else None
         if not settings.whole:
@@ -299,8 +317,7 @@ class Stand:
 
     def group(self) -> None:
         """One free group."""
-        allocator = self.driver.allocator
-        free_swa = allocator.free_swa
+        allocator, free_swa = self.driver.allocator, self.free_swa
         allocator.free_group_begin()
         for full in self.freed:
             free_swa(full)
@@ -339,6 +356,7 @@ def run(
     shuffle = random.Random(settings.seed).shuffle
     with _quiet():
         for number, shape in enumerate(shapes):
+            _check_room(shape, len(order), contestants[0].target.device)
             audits = tuple(judge(one, shape, settings) for one in contestants)
             stands: list[Stand] = []
             for turn in range(rounds):
@@ -357,6 +375,19 @@ def run(
                     done=number * rounds + turn + 1,
                     total=len(shapes) * rounds,
                 )
+
+
+def _check_room(shape: Shape, stands: int, device: str) -> None:
+    """Raise ``UsageError`` if the mappings and their copies are over the device's memory."""
+    needed = 2 * stands * 8 * shape.sizes.full_pages * shape.page_size  # bytes
+    if device.startswith("cuda"):
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise UsageError(
+            f"{shape}: takes {needed >> 30} GiB, {device} has {there >> 30}; ask for fewer pages"
+        )
 
 
 def _line_up(
@@ -379,7 +410,7 @@ def judge(contestant: Contestant, shape: Shape, settings: Settings) -> str:
     """
     player = _ready(contestant, shape)
     try:
-        for op in _group_ops(shape, settings.recover):
+        for op in _group_ops(shape, settings):
             player.play(op)
     except Exception as error:  # whatever SGLang's code raises
         raise UsageError(f"{contestant.label} cannot be measured: {_one_line(error)}") from None
@@ -446,11 +477,12 @@ def _ready(contestant: Contestant, shape: Shape) -> Player:
     return player
 
 
-def _group_ops(shape: Shape, recover: bool) -> Iterator[Op]:
+def _group_ops(shape: Shape, settings: Settings) -> Iterator[Op]:
+    free = ops.FreeSwaSegment if settings.segment else ops.FreeSwa
     yield ops.Group("begin")
     for i in range(shape.calls):
-        yield ops.FreeSwa(_node(i))
-    if recover:
+        yield free(_node(i))
+    if settings.recover:
         yield ops.Recover(_node(0), SOURCE)
     yield ops.Group("end")
 

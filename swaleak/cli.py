@@ -211,6 +211,9 @@ def bench(
     seed: Annotated[int, typer.Option(metavar="N", help="Of the order and the intervals.")] = 0,
     whole: Annotated[bool, typer.Option("--whole", help="With the physical release.")] = False,
     recover: Annotated[bool, typer.Option("--recover", help="With a recovery a group.")] = False,
+    segment: Annotated[
+        bool, typer.Option("--segment", help="Through free_swa_segment, as caches do since 0.5.20.")
+    ] = False,
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
@@ -226,7 +229,7 @@ def bench(
     from swaleak.target import choose_device, open_target
 
     where = choose_device(device)
-    settings = engine.Settings(warmup, samples, whole, recover, seed)
+    settings = engine.Settings(warmup, samples, whole, recover, segment, seed)
     shapes = engine.shapes(page_size, calls, pages)
     open_ = cache(lambda name: open_target(name, where))
     contestants = engine.contestants(baseline, candidate, lambda: open_(on), open_)

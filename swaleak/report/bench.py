@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from swaleak import __version__
-from swaleak.bench import Contestant, Result, Settings, Shape, Step, Timing
+from swaleak.bench import Contestant, Result, Settings, Step, Timing
 from swaleak.report.tables import STYLES, Cell, Grid, Report, Section
+from swaleak.target import SHIPPED
 
 AGAIN = "A/A"  # the baseline's second self
 REFRESH = 0.2  # seconds between two looks of the bar; it draws between rounds only
@@ -82,7 +83,7 @@ def with_bar(steps: Iterator[Step]) -> Iterator[Step]:
             if time.monotonic() - drawn > REFRESH:
                 bar.update(
                     task,
-                    description=_shape(step.shape),
+                    description=str(step.shape),
                     completed=step.done,
                     total=step.total,
                     refresh=True,
@@ -136,7 +137,7 @@ def _rows(
         said = [timing.verdict(noise) if i else "baseline"]
         if audit != "clean" and label != AGAIN:
             said.append(audit)
-        interval = f"{100 * (timing.low - 1):+z.1f} to {100 * (timing.high - 1):+z.1f} %"
+        interval = f"{100 * (timing.low - 1):+z.1f}..{100 * (timing.high - 1):+z.1f} %"
         yield (
             *(Cell(text) for text in case),
             Cell(label),
@@ -150,7 +151,8 @@ def _rows(
 def _notes(
     contestants: Sequence[Contestant], results: Sequence[Result], settings: Settings
 ) -> Iterator[str]:
-    yield "size: slots a page; calls: free_swa calls a group; pages: a call"
+    call = "free_swa_segment" if settings.segment else "free_swa"
+    yield f"size: slots a page; calls: {call} calls a group; pages: a call"
     yield (
         f"timed: {'a group with a recovery in it' if settings.recover else 'a group'}, "
         f"{'with' if settings.whole else 'without'} the physical release"
@@ -177,12 +179,10 @@ def _counts(results: Sequence[Result], asked: int) -> str:
 
 
 def _where(contestants: Sequence[Contestant]) -> str:
-    names = dict.fromkeys(one.target.name for one in contestants)
+    names = dict.fromkeys(one.target.name for one in contestants if one.strategy != SHIPPED)
+    if not names:
+        return "SGLang's own code"
     return ", ".join("the built-in model" if name == "builtin" else name for name in names)
-
-
-def _shape(shape: Shape) -> str:
-    return f"page size {shape.page_size}, {shape.calls} calls, {shape.pages} pages"
 
 
 def _case_json(contestants: Sequence[Contestant], result: Result) -> dict[str, Any]:
