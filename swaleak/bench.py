@@ -26,7 +26,7 @@ from swaleak.allocator.mapping import plain
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.audit import audit
 from swaleak.check.replay import Player
-from swaleak.errors import UsageError, unknown
+from swaleak.errors import SwaleakError, UsageError, unknown
 from swaleak.script import ops
 from swaleak.script.ops import Op
 from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, MAX_STEPS
@@ -284,7 +284,7 @@ def _contestant(name: str, on: Callable[[], Target], open_: Callable[[str], Targ
         if difflib.get_close_matches(name, STRATEGY_NAMES):
             raise UsageError(unknown("strategy", name, STRATEGY_NAMES)) from None
         raise
-    if target.ships is None:
+    if SHIPPED not in target.strategies():
         raise UsageError(f"{name} ships no strategy of its own; name {', '.join(STRATEGIES)}")
     return Contestant(_short(target), target, SHIPPED)
 
@@ -296,8 +296,7 @@ def _short(target: Target) -> str:
 class Stand:
     """One contestant at the start line: an allocator in the state before a group.
 
-    ``group()`` is the work to be timed; ``reset()`` puts the state back. Raises ``UsageError`` if
-    the device cannot hold the pools.
+    ``group()`` is the work to be timed; ``reset()`` puts the state back.
     """
 
     def __init__(self, contestant: Contestant, shape: Shape, settings: Settings) -> None:
@@ -362,6 +361,7 @@ def run(
             for turn in range(rounds):
                 shuffle(order)
                 if turn % BLOCK == 0:
+                    stands.clear()
                     stands = _line_up(contestants, shape, settings, order)
                 samples = [NOT_YET] * len(stands)
                 for i in order:
@@ -379,7 +379,7 @@ def run(
 
 def _check_room(shape: Shape, stands: int, device: str) -> None:
     """Raise ``UsageError`` if the mappings and their copies are over the device's memory."""
-    needed = 2 * stands * 8 * shape.sizes.full_pages * shape.page_size  # bytes
+    needed = 3 * stands * 8 * shape.sizes.full_pages * shape.page_size  # bytes
     if device.startswith("cuda"):
         there = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -395,11 +395,13 @@ def _line_up(
 ) -> list[Stand]:
     """Return a stand for each contestant and one more for the first, made in ``order``, run in."""
     lined = (*contestants, contestants[0])
-    stands = {i: Stand(lined[i], shape, settings) for i in order}
-    for _ in range(RUN_IN):
-        for i in order:
-            stands[i].group()
-            stands[i].reset()
+    stands = {}
+    for i in order:
+        with _explained(lined[i], shape):
+            stands[i] = Stand(lined[i], shape, settings)
+            for _ in range(RUN_IN):
+                stands[i].group()
+                stands[i].reset()
     return [stands[i] for i in range(len(lined))]
 
 
@@ -408,12 +410,10 @@ def judge(contestant: Contestant, shape: Shape, settings: Settings) -> str:
 
     Raises ``UsageError`` if the allocator raises.
     """
-    player = _ready(contestant, shape)
-    try:
+    with _explained(contestant, shape):
+        player = _ready(contestant, shape)
         for op in _group_ops(shape, settings):
             player.play(op)
-    except Exception as error:  # whatever SGLang's code raises
-        raise UsageError(f"{contestant.label} cannot be measured: {_one_line(error)}") from None
     return audit(player.allocator, player.ledger).verdict
 
 
@@ -467,13 +467,10 @@ def compare(times: Tensor, seed: int) -> tuple[Timing, ...]:
 
 
 def _ready(contestant: Contestant, shape: Shape) -> Player:
-    """Return a player with everything allocated. Raises ``UsageError`` if that cannot be held."""
-    try:
-        player = Player(contestant.target.make(contestant.strategy, shape.sizes))
-        for name in (SOURCE, *(_node(i) for i in range(shape.calls))):
-            player.play(ops.Alloc(name, shape.pages))
-    except (RuntimeError, MemoryError) as error:
-        raise UsageError(f"{contestant.label}, {shape}: {_one_line(error)}") from None
+    """Return a player with everything allocated, and a node to recover from."""
+    player = Player(contestant.target.make(contestant.strategy, shape.sizes))
+    for name in (SOURCE, *(_node(i) for i in range(shape.calls))):
+        player.play(ops.Alloc(name, shape.pages))
     return player
 
 
@@ -529,5 +526,13 @@ def _quiet() -> Iterator[None]:
             gc.enable()
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+@contextmanager
+def _explained(contestant: Contestant, shape: Shape) -> Iterator[None]:
+    """Turn whatever an allocator raises, or a device that is full, into one line."""
+    try:
+        yield
+    except SwaleakError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"{contestant.label} cannot be measured ({shape}): {reason}") from None

@@ -137,7 +137,7 @@ def _rows(
         said = [timing.verdict(noise) if i else "baseline"]
         if audit != "clean" and label != AGAIN:
             said.append(audit)
-        interval = f"{100 * (timing.low - 1):+z.1f}..{100 * (timing.high - 1):+z.1f} %"
+        interval = f"{_percent(timing.low)}..{_percent(timing.high)} %"
         yield (
             *(Cell(text) for text in case),
             Cell(label),
@@ -146,6 +146,11 @@ def _rows(
             Cell(", ".join(said), STYLES[audit] if audit != "clean" else ""),
         )
         case = ["", "", ""]
+
+
+def _percent(ratio: float) -> str:
+    more = 100 * (ratio - 1)
+    return f"{more:+z.1f}" if abs(more) < 99.95 else f"{more:+.0f}"
 
 
 def _notes(
