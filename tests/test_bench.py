@@ -33,7 +33,7 @@ class FakeClock:
 
     def __init__(self, costs: dict[str, int], gpu: bool = False, stop_after: int = -1) -> None:
         self.costs, self.gpu, self.stop_after = costs, gpu, stop_after
-        self.seen: list[tuple[str, int, int, int, int]] = []
+        self.seen: list[tuple[Any, ...]] = []
 
     def measure(self, work: Callable[[], None]) -> Sample:
         if len(self.seen) == self.stop_after:
@@ -47,11 +47,11 @@ class FakeClock:
         return Sample(cost, 2 * cost if self.gpu else None)
 
 
-def facts(stand: Any) -> tuple[int, int]:
-    """Pages that are mapped, and pages in the SWA free list."""
+def facts(stand: Any) -> tuple[tuple[int, ...], int]:
+    """Full pages that have a peer, and the length of the SWA free list."""
     state = stand.driver.state()
-    mapped = torch.unique(state.mapping[state.mapping > 0] // state.page_size)
-    return len(mapped), len(state.swa_free)
+    slots = (state.mapping > 0).nonzero().reshape(-1)
+    return tuple(torch.unique(slots // state.page_size).tolist()), len(state.swa_free)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,23 @@ def test_too_few_samples_are_refused() -> None:
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize(
     ("whole", "recover", "mapped_after", "freed"),
-    [(False, False, 2, 0), (True, False, 2, 6), (False, True, 2, 0), (True, True, 2, 6)],
+    [
+        (False, False, (1, 2), 0),
+        (True, False, (1, 2), 6),
+        (False, True, (3, 4), 0),
+        (True, True, (3, 4), 6),
+    ],
 )
 def test_every_group_starts_from_the_same_state(
-    page_size: int, whole: bool, recover: bool, mapped_after: int, freed: int
+    page_size: int, whole: bool, recover: bool, mapped_after: tuple[int, ...], freed: int
 ) -> None:
-    """Three calls of two pages, and a node of two pages to recover from, in pools of 16."""
+    """Pages 1 and 2 are there to recover from; three calls free two each; 8 more are free."""
     clock = FakeClock({})
     fixed = tuple(one for one in ALL if one.label != "deferred")  # which frees others' pages
     settings = Settings(warmup=0, samples=60, whole=whole, recover=recover)
     list(bench.run(fixed, [Shape(page_size, 3, 2)], settings, clock))
-    expected = {(one.label, 8, 8, mapped_after, 8 + freed) for one in fixed}
+    before = tuple(range(1, 9)), 8
+    expected = {(one.label, *before, mapped_after, 8 + freed) for one in fixed}
     assert set(clock.seen) == expected
 
 
