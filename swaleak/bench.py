@@ -290,7 +290,8 @@ def _contestant(name: str, on: Callable[[], Target], open_: Callable[[str], Targ
 
 
 def _short(target: Target) -> str:
-    return target.name.removeprefix("sglang ") if target.version else target.name
+    short = target.name.removeprefix("sglang ")
+    return short if short[:1].isdigit() else target.name
 
 
 class Stand:
