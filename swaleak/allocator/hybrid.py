@@ -49,7 +49,10 @@ class GroupedFrees:
     def guard_mapping(self) -> None:
         """Let the strategy hear of writes to the mapping, if it listens. Once the pools exist."""
         mapping = plain(self.full_to_swa_index_mapping)
-        self._peers = mapping if self.page_size == 1 else mapping[:-1].view(-1, self.page_size)
+        self._peers = mapping
+        if self.page_size > 1:  # a row a page; slots that make no whole page are never handed out
+            pages = (len(mapping) - 1) // self.page_size
+            self._peers = mapping[: pages * self.page_size].view(pages, self.page_size)
         if type(self.strategy).before_write is not Strategy.before_write:
             self.full_to_swa_index_mapping = guarded(mapping, self.strategy.before_write)
 
