@@ -267,6 +267,15 @@ def test_gpu_time_is_taken_between_two_events_on_an_idle_device() -> None:
     )
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+def test_a_gpu_is_measured_by_both_clocks() -> None:
+    chosen = [Contestant(name, Builtin("cuda"), name) for name in ("deferred", "barrier")]
+    steps = bench.run(chosen, [Shape(256, 2, 1)], QUICK, bench.clock_for("cuda"))
+    (result,) = bench.results(steps, seed=0)
+    assert result.gpu is not None and (len(result.wall), len(result.gpu)) == (3, 3)
+
+
 def test_medians_are_compared_with_an_interval() -> None:
     """The third is twice the first, round by round; the second is the first, shuffled."""
     generator = torch.Generator().manual_seed(1)
