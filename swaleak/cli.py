@@ -233,6 +233,70 @@ def doctor(format: Formats = Format.table, output: Output = None) -> None:
     _finish(doctor_report(), format, output)
 
 
+@app.command()
+def bench(
+    baseline: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A strategy, or a target as shipped."),
+    ] = "deferred",
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="As --baseline; repeatable. Default: enqueue and barrier."
+        ),
+    ] = None,
+    on: On = "auto",
+    device: Device = "auto",
+    page_size: PageSizes = None,
+    calls: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="Calls of free_swa a group; repeatable."),
+    ] = None,
+    pages: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="N", help="Pages a call; repeatable.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Rounds that do not count.")] = 50,
+    samples: Annotated[int, typer.Option(metavar="N", help="Rounds that do, a case.")] = 500,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the order and the intervals.")] = 0,
+    whole: Annotated[bool, typer.Option("--whole", help="With the physical release.")] = False,
+    recover: Annotated[bool, typer.Option("--recover", help="With a recovery a group.")] = False,
+    segment: Annotated[
+        bool, typer.Option("--segment", help="Through free_swa_segment, as caches do since 0.5.20.")
+    ] = False,
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Measure what each strategy costs: medians of a free group, interleaved.
+
+    Without --page-size, --calls and --pages: the seven published cases. Exit code 0: measured.
+    """
+    _check_output(output)
+    from functools import cache
+
+    from swaleak import bench as engine
+    from swaleak.report.bench import bench_report, with_bar
+    from swaleak.target import choose_device, open_target
+
+    where = choose_device(device)
+    settings = engine.Settings(warmup, samples, whole, recover, segment, seed)
+    shapes = engine.shapes(page_size, calls, pages)
+    open_ = cache(lambda name: open_target(name, where))
+    contestants = engine.contestants(baseline, candidate, lambda: open_(on), open_)
+    steps: list[engine.Step] = []
+    interrupted = False
+    try:
+        for step in with_bar(engine.run(contestants, shapes, settings, engine.clock_for(where))):
+            steps.append(step)
+    except KeyboardInterrupt:
+        interrupted = True
+    results = engine.results(steps, seed)
+    if not results:
+        raise KeyboardInterrupt
+    report = bench_report(contestants, results, settings, where, asked=len(shapes))
+    _print(report, format, output)
+    raise typer.Exit(130 if interrupted else 0)
+
+
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -341,6 +405,11 @@ def _check_output(output: Path | None) -> None:
 
 def _finish(report: Report, format: Format, output: Path | None) -> None:
     """Print the report, write it if asked to, and leave with its exit code."""
+    _print(report, format, output)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _print(report: Report, format: Format, output: Path | None) -> None:
     if output is not None:
         from swaleak.report.files import write
 
@@ -353,4 +422,3 @@ def _finish(report: Report, format: Format, output: Path | None) -> None:
         from rich.console import Console
 
         report.print_to(Console(highlight=False))
-    raise typer.Exit(0 if report.ok else 1)

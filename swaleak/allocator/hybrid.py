@@ -48,10 +48,13 @@ class GroupedFrees:
 
     def guard_mapping(self) -> None:
         """Let the strategy hear of writes to the mapping, if it listens. Once the pools exist."""
-        self._mapping = plain(self.full_to_swa_index_mapping)
-        self._page = torch.arange(self.page_size, dtype=torch.int64, device=self._mapping.device)
+        mapping = plain(self.full_to_swa_index_mapping)
+        self._peers = mapping
+        if self.page_size > 1:  # a row a page; slots that make no whole page are never handed out
+            pages = (len(mapping) - 1) // self.page_size
+            self._peers = mapping[: pages * self.page_size].view(pages, self.page_size)
         if type(self.strategy).before_write is not Strategy.before_write:
-            self.full_to_swa_index_mapping = guarded(self._mapping, self.strategy.before_write)
+            self.full_to_swa_index_mapping = guarded(mapping, self.strategy.before_write)
 
     @property
     def batching(self) -> bool:
@@ -122,12 +125,12 @@ class GroupedFrees:
 
         ``full``: int64[n], full slots. Returns int64[m], SWA slots, 0 where there is none.
         """
-        if self.page_size > 1:
-            pages = torch.unique(full // self.page_size)
-            full = (pages[:, None] * self.page_size + self._page).reshape(-1)
-        swa = self._mapping[full]
-        self._mapping.index_fill_(0, full, 0)
-        return swa
+        pages = full
+        if self.page_size > 1:  # slots come page by page; ``release`` ignores what comes twice
+            pages = torch.unique_consecutive(full // self.page_size)
+        swa = self._peers[pages]
+        self._peers.index_fill_(0, pages, 0)
+        return swa if self.page_size == 1 else swa.view(-1)
 
     def release(self, swa: Tensor) -> None:
         """Put SWA slots (int64[n]) back; zeros and repetitions are ignored."""

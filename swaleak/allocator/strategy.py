@@ -105,11 +105,11 @@ class Enqueue(Strategy):
             self.owner.release(_join(queue))
 
 
-class Barrier(Strategy):
-    """Queue *full* slots as ``Deferred`` does, but resolve them before **any** mapping write.
+class Barrier(Deferred):
+    """``Deferred``, but resolve the queue before **any** mapping write.
 
     Follows sgl-project/sglang #36135. One look-up for the whole queue, and only when somebody
-    is about to change its answer.
+    is about to change its answer; in a group without a write it does what ``Deferred`` does.
     """
 
     name, long_name = "barrier", "barrier-snapshot"
@@ -118,10 +118,6 @@ class Barrier(Strategy):
         super().__init__(owner)
         self.owned: list[Tensor] = []
 
-    def free(self, full: Tensor) -> None:
-        """Queue the full slots."""
-        self.queue.append(full.clone())
-
     def before_write(self) -> None:
         """Resolve **before** the answer changes; keep the SWA slots for the end."""
         if self.queue:
@@ -129,11 +125,14 @@ class Barrier(Strategy):
             self.owned.append(self.owner.resolve(_join(queue)))
 
     def flush(self) -> None:
-        """Resolve what no write has disturbed, and release."""
-        self.before_write()
+        """Resolve what no write has disturbed, and release all; without a write, as above."""
         if self.owned:
+            self.before_write()
             owned, self.owned = self.owned, []
             self.owner.release(_join(owned))
+        elif self.queue:
+            queue, self.queue = self.queue, []
+            self.owner.release(self.owner.resolve(_join(queue)))
 
     def clear(self) -> None:
         """Forget both queues."""
