@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import gc
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from swaleak.allocator.mapping import plain
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.audit import audit
 from swaleak.check.replay import Player
+from swaleak.device import free_memory
 from swaleak.errors import SwaleakError, UsageError, unknown
 from swaleak.script import ops
 from swaleak.script.ops import Op
@@ -248,12 +248,14 @@ def contestants(
     candidates: Sequence[str] | None,
     on: Callable[[], Target],
     open_: Callable[[str], Target],
+    open_candidate: Callable[[str], Target],
 ) -> tuple[Contestant, ...]:
     """Return the baseline, then the candidates.
 
-    A strategy's name means that strategy on ``on()``; any other is a target, as shipped. A
-    strategy without candidates is held against the others that batch. Raises ``UsageError`` for a
-    name that is neither, and for one that is there already.
+    A strategy's name means that strategy on ``on()``; any other is a target, as shipped or, for
+    candidates, as ``open_candidate`` patches it. A strategy without candidates is held against the
+    others that batch. Raises ``UsageError`` for a name that is neither, and for one that is there
+    already.
     """
     found = [_contestant(baseline, on, open_)]
     if not candidates:
@@ -261,7 +263,7 @@ def contestants(
             raise UsageError(f"{baseline} against what? name it with --candidate")
         names = (s.name for s in STRATEGIES.values() if s.batches)
         candidates = [name for name in names if name != found[0].strategy]
-    found += [_contestant(name, on, open_) for name in candidates]
+    found += [_contestant(name, on, open_candidate) for name in candidates]
     asked = (baseline, *candidates)
     labels = [one.label for one in found]
     for i, one in enumerate(found):
@@ -379,15 +381,13 @@ def run(
 
 
 def _check_room(shape: Shape, stands: int, device: str) -> None:
-    """Raise ``UsageError`` if the mappings and their copies are over the device's memory."""
+    """Raise ``UsageError`` if the mappings and their copies are over the device's free memory."""
     needed = 3 * stands * 8 * shape.sizes.full_pages * shape.page_size  # bytes
-    if device.startswith("cuda"):
-        there = torch.cuda.get_device_properties(device).total_memory
-    else:
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    free = free_memory(device)
+    if free is not None and needed > free:
         raise UsageError(
-            f"{shape}: takes {needed >> 30} GiB, {device} has {there >> 30}; ask for fewer pages"
+            f"{shape}: takes {needed >> 30} GiB, {free >> 30} are free on {device}; "
+            f"ask for fewer pages"
         )
 
 

@@ -246,6 +246,7 @@ def bench(
         ),
     ] = None,
     on: On = "auto",
+    patch: Patches = None,
     device: Device = "auto",
     page_size: PageSizes = None,
     calls: Annotated[
@@ -268,20 +269,25 @@ def bench(
 ) -> None:
     """Measure what each strategy costs: medians of a free group, interleaved.
 
-    Without --page-size, --calls and --pages: the seven published cases. Exit code 0: measured.
+    Without --page-size, --calls and --pages: the seven published cases. --patch changes the
+    candidates that are targets; without any, the baseline. Exit code 0: measured.
     """
     _check_output(output)
+    _start_torch()
     from functools import cache
 
     from swaleak import bench as engine
+    from swaleak.device import choose_device
     from swaleak.report.bench import bench_report, with_bar
-    from swaleak.target import choose_device, open_target
+    from swaleak.target import open_target
 
     where = choose_device(device)
     settings = engine.Settings(warmup, samples, whole, recover, segment, seed)
     shapes = engine.shapes(page_size, calls, pages)
     open_ = cache(lambda name: open_target(name, where))
-    contestants = engine.contestants(baseline, candidate, lambda: open_(on), open_)
+    patched = cache(lambda name: open_target(name, where, patch)) if patch else open_
+    asked = candidate or ([baseline] if patch else None)
+    contestants = engine.contestants(baseline, asked, lambda: open_(on), open_, patched)
     steps: list[engine.Step] = []
     interrupted = False
     try:

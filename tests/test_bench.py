@@ -85,10 +85,12 @@ def test_a_case_that_no_memory_holds_is_refused_before_it_is_tried() -> None:
         next(bench.run(ALL, [Shape(4096, 64, 4000)], QUICK, FakeClock({})))
 
 
+def open_on_cpu(name: str) -> Any:
+    return open_target(name, "cpu")
+
+
 def contestants(baseline: str, *candidates: str) -> list[tuple[str, str]]:
-    chosen = bench.contestants(
-        baseline, candidates, lambda: BUILTIN, lambda name: open_target(name, "cpu")
-    )
+    chosen = bench.contestants(baseline, candidates, lambda: BUILTIN, open_on_cpu, open_on_cpu)
     return [(one.label, one.strategy) for one in chosen]
 
 
@@ -583,7 +585,7 @@ def test_sglangs_own_code_is_measured_and_judged(
     version: str, recover: bool, verdict: str, segment: bool
 ) -> None:
     chosen = bench.contestants(
-        the_wheel(version), ["barrier"], lambda: BUILTIN, lambda name: open_target(name, "cpu")
+        the_wheel(version), ["barrier"], lambda: BUILTIN, open_on_cpu, open_on_cpu
     )
     settings = Settings(warmup=0, samples=30, recover=recover, segment=segment)
     steps = list(bench.run(chosen, [Shape(1, 2, 1), Shape(4, 2, 2)], settings, bench.HostClock()))
