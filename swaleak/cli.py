@@ -311,8 +311,8 @@ def main() -> None:
         sys.stdout.flush()
     except SwaleakError as error:
         _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except (KeyboardInterrupt, typer.Abort):  # Typer's own releases differ in what they make of it
+        code = 130
     except BrokenPipeError:  # `swaleak … | head`: nobody reads on
         sys.stderr.close()
         sys.exit(1)
