@@ -19,9 +19,11 @@ from swaleak.script import scenario as scenarios
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
-    from swaleak.report.tables import Report
+    from swaleak.report.tables import Report, Section
     from swaleak.script.scenario import Scenario
     from swaleak.target import Target
+
+MAX_PICTURED = 2000  # steps; a longer run is shown step by step only if --steps asks for it
 
 app = typer.Typer(
     name="swaleak",
@@ -70,7 +72,9 @@ PageSizes = Annotated[
 Formats = Annotated[Format, typer.Option("--format", "-f", help="How to print the report.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Also write it: .json, .md, .svg, .html."),
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Also write it: .json, .md, .svg, .html, .xml."
+    ),
 ]
 
 
@@ -122,7 +126,9 @@ def repro(
             scenario, target, name, page_size or scenario.page_sizes, steps=steps, repeat=repeat
         )
     ]
-    _finish(repro_report(_header(target), cases, **_where(target)), format, output)
+    looked_at = steps or _is_looked_at(format, output)
+    strips = _timelines(cases, target, repeat, every_step=steps) if looked_at else ()
+    _finish(repro_report(_header(target), cases, strips, **_where(target)), format, output)
 
 
 @app.command()
@@ -245,6 +251,36 @@ def _cases(
         run_case(scenario, target, strategy, size, keep_steps=steps, repeat=repeat)
         for size in page_sizes
     ]
+
+
+def _is_looked_at(format: Format, output: Path | None) -> bool:
+    """Whether a person will see the report: on a terminal, or as a picture."""
+    picture = output is not None and output.suffix.lower() in (".svg", ".html")
+    return picture or (format is Format.table and sys.stdout.isatty())
+
+
+def _timelines(
+    cases: list[Case], target: Target, repeat: int, *, every_step: bool
+) -> tuple[Section, ...]:
+    """Return page timelines of all cases, or, played once more, of those that failed."""
+    from swaleak.check.case import run_case
+    from swaleak.report.timeline import timelines
+
+    if every_step:
+        return timelines(cases, every_step=True)
+    failed = (
+        case
+        for case in cases
+        if case.verdict in ("leak", "corrupt", "error")
+        and len(case.scenario.steps) * repeat <= MAX_PICTURED
+    )
+    again = (
+        run_case(
+            case.scenario, target, case.strategy, case.page_size, keep_steps=True, repeat=repeat
+        )
+        for case in failed
+    )
+    return timelines(again, every_step=False)
 
 
 def _where(target: Target) -> dict[str, str]:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swaleak import __version__
-from swaleak.check.case import Case
 from swaleak.script.ops import describe
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from swaleak.check.case import Case
+    from swaleak.check.picture import Page
 
 STYLES = {
     "clean": "green",
@@ -32,20 +34,22 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table. ``right``: the columns that hold numbers."""
+    """A table. ``right``: the columns that hold numbers. ``gap``: blanks around a cell."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     right: frozenset[str] = frozenset()
+    gap: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A title, a table, and lines under it."""
+    """A title, a table, what it comes to in one sentence, and lines under it."""
 
     title: str = ""
     grid: Grid | None = None
     lines: tuple[str, ...] = ()
+    moral: Cell | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class Report:
                 blocks.append(f"**{section.title}**")
             if section.grid:
                 blocks.append(_markdown_table(section.grid))
+            if section.moral:
+                blocks.append(section.moral.text)
             if section.lines:
                 blocks.append("\n".join(f"- {line}" if line else "" for line in section.lines))
         return "\n\n".join(blocks) + "\n"
@@ -97,13 +103,16 @@ class Report:
             if section.title:
                 console.print(Text(section.title, style="bold"))
             if section.grid:
-                table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+                padding = (0, section.grid.gap)
+                table = Table(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
                 for name in section.grid.columns:
                     justify: Any = "right" if name in section.grid.right else "left"
                     table.add_column(name, justify=justify, overflow="fold")
                 for row in section.grid.rows:
                     table.add_row(*(Text(cell.text, style=cell.style) for cell in row))
                 console.print(table)
+            if section.moral:
+                console.print(Text(section.moral.text, style=section.moral.style))
             for line in section.lines:
                 console.print(Text(line))
 
@@ -143,6 +152,7 @@ def case_json(case: Case) -> dict[str, Any]:
                 "physical": step.audit.physical,
                 "mapped": step.audit.mapped,
                 "violations": violations_json(step.audit.violations),
+                "pages": [_page_json(page) for page in step.pages],
             }
             for number, step in enumerate(run.steps, start=1)
         ]
@@ -159,8 +169,21 @@ def violations_json(violations: Iterable[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def repro_report(header: str, cases: Sequence[Case], **where: str) -> Report:
-    """One table a scenario: strategies down, what came out across."""
+def _page_json(page: Page) -> dict[str, Any]:
+    """Return one SWA page of one step; pages that are simply free are left out."""
+    return {
+        "page": page.page,
+        "owners": list(page.owners),
+        "free": not page.held,
+        "mapped": page.mapped,
+        "queued": page.queued,
+    }
+
+
+def repro_report(
+    header: str, cases: Sequence[Case], timelines: Sequence[Section] = (), **where: str
+) -> Report:
+    """One table a scenario: strategies down, what came out across; then page timelines."""
     sections = []
     for name in dict.fromkeys(case.scenario.name for case in cases):
         mine = [case for case in cases if case.scenario.name == name]
@@ -171,7 +194,7 @@ def repro_report(header: str, cases: Sequence[Case], **where: str) -> Report:
             frozenset({"page size", "physical", "mapped"}),
         )
         sections.append(Section(f"{name}: {scenario.title}", grid, explain(mine)))
-        sections += [_steps_section(case) for case in mine if case.run.steps]
+    sections += timelines
     ok = all(case.as_declared for case in cases)
     body = {"results": [case_json(case) for case in cases]}
     return Report("repro", ok, header, tuple(sections), body, cases=tuple(cases), **where)
@@ -301,22 +324,6 @@ def _repro_row(case: Case) -> tuple[Cell, ...]:
         Cell(case.verdict, STYLES[case.verdict]),
         Cell(declared + mark, "" if case.as_declared else "bold red"),
     )
-
-
-def _steps_section(case: Case) -> Section:
-    rows = tuple(
-        (
-            Cell(str(number)),
-            Cell(describe(step.op)),
-            Cell(str(step.audit.physical)),
-            Cell(str(step.audit.mapped)),
-            Cell("; ".join(tell(v) for v in step.audit.violations), "red"),
-        )
-        for number, step in enumerate(case.run.steps, start=1)
-    )
-    title = f"{case.scenario.name}, {case.strategy}, page size {case.page_size}, step by step"
-    columns = ("step", "operation", "physical", "mapped", "violations")
-    return Section(title, Grid(columns, rows, frozenset({"step", "physical", "mapped"})))
 
 
 def _first_of_each(cases: Iterable[Case]) -> list[Case]:
