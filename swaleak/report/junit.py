@@ -53,8 +53,8 @@ def _count(element: ElementTree.Element, tests: int, failures: int) -> None:
 def _add(suite: ElementTree.Element, case: Case, passed: bool) -> None:
     """Append one test case; a failure says what came out and who lost what."""
     name = f"{case.scenario.name} [{case.strategy}, page size {case.page_size}]"
-    place = f"{case.target}.{case.origin}"
-    entry = ElementTree.SubElement(suite, "testcase", name=_clean(name), classname=_clean(place))
+    place = _clean(case.scenario.name)
+    entry = ElementTree.SubElement(suite, "testcase", classname=place, name=_clean(name))
     if passed:
         return
     wanted = case.declared.verdict if case.declared else "clean or refused"

@@ -113,6 +113,8 @@ class Report:
                 console.print(table)
             if section.moral:
                 console.print(Text(section.moral.text, style=section.moral.style))
+                if section.lines:
+                    console.print()
             for line in section.lines:
                 console.print(Text(line))
 

@@ -5,7 +5,6 @@ Everything is read off the pictures that a run has kept (``Step.pages``); no sce
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -56,10 +55,9 @@ def timelines(cases: Iterable[Case], *, every_step: bool) -> tuple[Section, ...]
             continue
         shown.add(look)
         if scenario.name not in stories and scenario.story:
-            intro = [] if stories else [*_wrap(INTRO), ""]
+            texts = (scenario.story,) if stories else (INTRO, scenario.story)
+            sections += [Section(moral=Cell(" ".join(text.split()))) for text in texts]
             stories.add(scenario.name)
-            story = _wrap(" ".join(scenario.story.split()))
-            sections.append(Section("", None, (*intro, *story)))
         sections.append(timeline(case, len(case.run.steps) if every_step else ROWS))
     return tuple(sections)
 
@@ -125,14 +123,14 @@ class _Strip:
     def legend(self) -> tuple[str, ...]:
         """Return what the marks mean, those that are there."""
         queued = "(name) given up, waits" if self.named else "small letter: waits"
-        lines = ["", f"● mapped   ○ in use, not mapped   · free   {queued} in the queue"]
+        lines = [f"● mapped   ○ in use, not mapped   · free   {queued} in the queue"]
         seen = dict.fromkeys(word for row in self.faults for word in row.values() if word)
         lines += [f"✗ {self._word(word)}: {FAULTS[word][1]}" for word in seen]
         if not self.named:
             shown = [name for name in self.names if self._shown(name)]
             told = ", ".join(f"{self.labels[name]} {name}" for name in shown[:20])
             more = f" and {len(shown) - 20} more" if len(shown) > 20 else ""
-            lines += _wrap(f"nodes: {told}{more}")
+            lines.append(f"nodes: {told}{more}")
         if self.hidden:
             lines.append(f"others: how many of {len(self.hidden)} more pages are in use")
         return tuple(lines)
@@ -237,7 +235,3 @@ def _letter(i: int) -> str:
     """Return A to Z, then AA, AB and so on."""
     head = _letter(i // 26 - 1) if i >= 26 else ""
     return head + chr(ord("A") + i % 26)
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False)
