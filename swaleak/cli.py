@@ -190,6 +190,40 @@ def doctor(format: Formats = Format.table, output: Output = None) -> None:
     _finish(doctor_report(), format, output)
 
 
+@app.command()
+def diagnose(
+    log: Annotated[
+        str, typer.Argument(metavar="[FILE|-]", help="A server log; - is standard input.")
+    ] = "-",
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            "--page-size", min=1, metavar="N", help="Of the server, where the log does not say."
+        ),
+    ] = None,
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Find leak messages in a server log: slots, pages, what they mean, which faults fit.
+
+    Exit code 0: found. 1: no leak message in it.
+    """
+    _check_output(output)
+    from swaleak.diagnose import diagnose
+    from swaleak.report.diagnose import diagnose_report
+
+    try:
+        if log == "-":
+            found = diagnose(sys.stdin.buffer, page_size)
+        else:
+            with open(log, "rb", buffering=0) as file:
+                found = diagnose(file, page_size)
+    except OSError as error:
+        raise UsageError(f"{log}: {error.strerror or error}") from None
+    name = "standard input" if log == "-" else log
+    _finish(diagnose_report(name, found), format, output)
+
+
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
