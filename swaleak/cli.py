@@ -224,6 +224,31 @@ def diagnose(
     _finish(diagnose_report(name, found), format, output)
 
 
+@app.command()
+def export(
+    name: Annotated[str, typer.Argument(metavar="SCENARIO", help="A name, or a TOML file.")],
+    unittest: Annotated[
+        bool, typer.Option("--unittest", help="As a unittest for SGLang's own suite.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it: .py.")
+    ] = None,
+) -> None:
+    """Export a scenario as a regression test that needs SGLang and nothing else."""
+    if not unittest:
+        raise UsageError("export: say as what; --unittest is what there is")
+    if output is not None and output.suffix.lower() != ".py":
+        raise UsageError(f"-o {output}: a unittest is a .py file")
+    from swaleak.report.files import write_text
+    from swaleak.report.unittest_file import unittest_file
+
+    text = unittest_file(scenarios.load(name))
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_text(text, output)
+
+
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
