@@ -5,6 +5,7 @@ Torch is imported inside the commands that need it, so that ``--help`` and ``lis
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from enum import StrEnum
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swaleak import __version__
+from swaleak import __version__, complete
 from swaleak.errors import SwaleakError, UsageError
 from swaleak.script import scenario as scenarios
 
@@ -44,7 +45,19 @@ class Format(StrEnum):
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SCENARIO]...", help="Names from `swaleak list`, or TOML files."),
+    typer.Argument(
+        metavar="[SCENARIO]...",
+        help="Names from `swaleak list`, or TOML files.",
+        autocompletion=complete.scenarios,
+    ),
+]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="A name, or a TOML file.",
+        autocompletion=complete.scenarios,
+    ),
 ]
 Strategies = Annotated[
     list[str] | None,
@@ -53,6 +66,7 @@ Strategies = Annotated[
         "-s",
         metavar="NAME",
         help="eager, deferred, enqueue, barrier or shipped; repeatable. Default: all four.",
+        autocompletion=complete.strategies,
     ),
 ]
 On = Annotated[
@@ -62,6 +76,7 @@ On = Annotated[
         metavar="TARGET",
         help="Whose allocator: builtin, installed, or the path of an SGLang wheel or checkout. "
         "auto: the installed SGLang if there is one, else the built-in model.",
+        autocompletion=complete.targets,
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
@@ -170,7 +185,7 @@ def list_(format: Formats = Format.table, output: Output = None) -> None:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(metavar="SCENARIO", help="A name, or a TOML file.")],
+    name: Name,
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
@@ -226,7 +241,7 @@ def diagnose(
 
 @app.command()
 def export(
-    name: Annotated[str, typer.Argument(metavar="SCENARIO", help="A name, or a TOML file.")],
+    name: Name,
     unittest: Annotated[
         bool, typer.Option("--unittest", help="As a unittest for SGLang's own suite.")
     ] = False,
@@ -252,6 +267,8 @@ def export(
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()

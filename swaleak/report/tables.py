@@ -24,6 +24,8 @@ STYLES = {
     "error": "bold red",
 }
 
+PLAIN = str.maketrans("●○·✗…", "*o.x~")  # for a terminal that knows ASCII only
+
 
 class Cell(NamedTuple):
     """A piece of text, and the style of a verdict."""
@@ -97,11 +99,16 @@ class Report:
         from rich.table import Table
         from rich.text import Text
 
-        console.print(Text(self.header, style="dim"), soft_wrap=False)
+        marks = PLAIN if console.options.ascii_only else {}
+
+        def text(words: str, style: str = "") -> Text:
+            return Text(words.translate(marks), style=style)
+
+        console.print(text(self.header, "dim"), soft_wrap=False)
         for section in self.sections:
             console.print()
             if section.title:
-                console.print(Text(section.title, style="bold"))
+                console.print(text(section.title, "bold"))
             if section.grid:
                 padding = (0, section.grid.gap)
                 table = Table(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
@@ -109,14 +116,14 @@ class Report:
                     justify: Any = "right" if name in section.grid.right else "left"
                     table.add_column(name, justify=justify, overflow="fold")
                 for row in section.grid.rows:
-                    table.add_row(*(Text(cell.text, style=cell.style) for cell in row))
+                    table.add_row(*(text(*cell) for cell in row))
                 console.print(table)
             if section.moral:
-                console.print(Text(section.moral.text, style=section.moral.style))
+                console.print(text(*section.moral))
                 if section.lines:
                     console.print()
             for line in section.lines:
-                console.print(Text(line))
+                console.print(text(line))
 
 
 def case_json(case: Case) -> dict[str, Any]:
