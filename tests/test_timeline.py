@@ -138,7 +138,7 @@ def test_wide_pools_are_folded_to_the_pages_that_matter(nodes, every_row):
         {"7", "13", "others"} <= set(strip.grid.columns),
         "…" not in [row[0].text for row in strip.grid.rows],
         max(map(len, text.splitlines())) <= WIDTH,
-        "✗L" in text and "✗F" in text and "found request-6's page 13" in text,
+        "✗L" in text and "✗F" in text and "request-6's page 13" in strip.moral.text,
     )
     assert facts == (True, every_row, True, True)
 
