@@ -142,7 +142,7 @@ def repro(
         )
     ]
     looked_at = steps or _is_looked_at(format, output)
-    strips = _timelines(cases, target, repeat, every_step=steps) if looked_at else ()
+    strips = _timelines(cases, target, repeat, every_step=steps) if looked_at else None
     _finish(repro_report(_header(target), cases, strips, **_where(target)), format, output)
 
 
@@ -337,7 +337,7 @@ def _is_looked_at(format: Format, output: Path | None) -> bool:
 
 def _timelines(
     cases: list[Case], target: Target, repeat: int, *, every_step: bool
-) -> tuple[Section, ...]:
+) -> dict[str, list[Section]]:
     """Return page timelines of all cases, or, played once more, of those that failed."""
     from swaleak.check.case import run_case
     from swaleak.report.timeline import timelines

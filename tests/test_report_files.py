@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +16,7 @@ from swaleak.errors import UsageError
 from swaleak.report import files
 from swaleak.report.junit import as_junit
 from swaleak.report.tables import Report, repro_report
+from swaleak.report.timeline import INTRO, timeline
 from swaleak.script import scenario as scenarios
 from swaleak.script.scenario import Outcome
 from swaleak.target import Builtin
@@ -57,6 +59,21 @@ def test_the_picture_of_the_bug(tmp_path):
     ]
     remote = re.findall(r"url\((?!#)[^)]*\)|@import[^;]*", svg.read_text() + html.read_text())
     assert (codes, missing, remote + page.fetched) == ([0, 0], [], [])
+
+
+def test_the_picture_at_the_top_of_the_readme_is_up_to_date():
+    """docs/tombstone-recovery.svg is what `repro --strategy deferred` writes, but for versions."""
+    kept = Path(__file__).parent.parent / "docs" / "tombstone-recovery.svg"
+    if not kept.is_file():
+        pytest.skip("docs/ is not here (a source distribution)")
+    drawn = "".join(ElementTree.fromstring(kept.read_text()).itertext()).replace("\xa0", " ")
+    scenario = scenarios.load("tombstone-recovery")
+    case = run_case(scenario, Builtin("cpu"), "deferred", 4, keep_steps=True)
+    strip = timeline(case)
+    texts = [strip.moral.text, *strip.lines, INTRO, scenario.story]
+    texts += [cell.text for row in strip.grid.rows for cell in row]
+    squeezed = re.sub(r"\s", "", drawn)
+    assert [text for text in texts if re.sub(r"\s", "", text) not in squeezed] == []
 
 
 ENDINGS = {

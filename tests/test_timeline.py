@@ -1,20 +1,28 @@
 """The page timeline: what stands in its cells, and the sentence that it comes to."""
 
+import contextlib
 import io
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from swaleak.check.case import run_case
 from swaleak.check.picture import Page
+from swaleak.check.replay import replay
+from swaleak.errors import ScriptError
 from swaleak.report.tables import Report, case_json
 from swaleak.report.timeline import FAULTS, WIDTH, fault, timeline, timelines
+from swaleak.script import ops
 from swaleak.script import scenario as scenarios
-from swaleak.target import STRATEGIES, Builtin, SGLang, open_target
+from swaleak.script.scenario import Scenario
+from swaleak.target import STRATEGIES, Builtin, SGLang, Sizes, open_target
 
 
 def target_of(version: str | None):
@@ -148,7 +156,8 @@ def test_every_scenario_fits_80_columns(strategy):
     cases = [
         played(scenario, strategy, scenario.page_sizes[-1]) for scenario in scenarios.catalogue()
     ]
-    lines = printed(*timelines(cases, every_step=True)).splitlines()
+    by_scenario = timelines(cases, every_step=True)
+    lines = printed(*(s for sections in by_scenario.values() for s in sections)).splitlines()
     assert [line for line in lines if len(line) > WIDTH] == []
 
 
@@ -171,6 +180,44 @@ STATES = {
 def test_fault(state):
     page, wrong = STATES[state]
     assert (fault(page, in_group=False), wrong in FAULTS or wrong == "") == (wrong, True)
+
+
+NAMES = ("a", "node with a long name", "c")
+MENU = [
+    *(ops.Alloc(name, pages) for name in NAMES for pages in (1, 2)),
+    *(kind(name) for name in NAMES for kind in (ops.Free, ops.FreeSwa, ops.FreeFull, ops.LoadBack)),
+    *(
+        kind(one, other)
+        for one, other in itertools.permutations(NAMES, 2)
+        for kind in (ops.Recover, ops.Adopt, ops.Replace)
+    ),
+    *(ops.Group(edge) for edge in ("begin", "end")),
+]
+
+
+@given(
+    st.lists(st.sampled_from(MENU), min_size=1, max_size=16), st.sampled_from(sorted(STRATEGIES))
+)
+@settings(deadline=None, max_examples=60)
+def test_any_run_has_a_strip_and_a_sentence(wanted, strategy):
+    """Whatever is played: the strip fits, and it is marked wrong just where the audit says so."""
+    steps = []
+    for op in wanted:  # keep what makes sense after what was kept
+        with contextlib.suppress(ScriptError):
+            replay(Builtin("cpu").make("eager", Sizes(40, 40, 4)), (*steps, op))
+            steps.append(op)
+    assume(steps)
+    script = Scenario("any", "any", tuple(steps), full_pages=40, swa_pages=40)
+    case = played(script, strategy)
+    section = timeline(case)
+    marked = [i for i, row in enumerate(section.grid.rows) if row[0].text.startswith("✗")]
+    bad = [i for i, step in enumerate(case.run.steps) if step.audit.violations][:1]
+    widest = max(map(len, printed(section).splitlines()))
+    assert (marked, widest <= WIDTH, section.moral.text.startswith("Step")) == (
+        bad,
+        True,
+        bool(bad),
+    )
 
 
 def test_what_leaked_before_a_group_does_not_wait_in_it():

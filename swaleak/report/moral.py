@@ -34,6 +34,8 @@ def moral(run: Run) -> str:
     if at is None:
         if run.raised:
             return f"Refused, and nothing has changed: {run.raised}"
+        if run.steps and run.steps[-1].in_group:
+            return "The group is still open; what waits for its end is not judged."
         return "Every page is with the node that should have it, and nothing else is held."
     step = run.steps[at]
     clauses = _Change(run.steps, at).clauses()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -190,9 +190,12 @@ def _page_json(page: Page) -> dict[str, Any]:
 
 
 def repro_report(
-    header: str, cases: Sequence[Case], timelines: Sequence[Section] = (), **where: str
+    header: str,
+    cases: Sequence[Case],
+    timelines: Mapping[str, Sequence[Section]] | None = None,
+    **where: str,
 ) -> Report:
-    """One table a scenario: strategies down, what came out across; then page timelines."""
+    """One table a scenario: strategies down, what came out across; under it, its timelines."""
     sections = []
     for name in dict.fromkeys(case.scenario.name for case in cases):
         mine = [case for case in cases if case.scenario.name == name]
@@ -203,7 +206,7 @@ def repro_report(
             frozenset({"page size", "physical", "mapped"}),
         )
         sections.append(Section(f"{name}: {scenario.title}", grid, explain(mine)))
-    sections += timelines
+        sections += (timelines or {}).get(name, ())
     ok = all(case.as_declared for case in cases)
     body = {"results": [case_json(case) for case in cases]}
     return Report("repro", ok, header, tuple(sections), body, cases=tuple(cases), **where)

@@ -26,8 +26,9 @@ BAD = "bold white on red"
 STYLES = ("cyan", "green", "yellow", "bright_blue", "magenta")
 INTRO = (
     "SGLang keeps a second pool of KV pages for sliding-window attention (SWA), and a mapping that "
-    "says which of these pages is whose. A page that is in use but not mapped can never be given "
-    "back. Frees may be collected in a group and carried out at its end."
+    "says which of them is whose. A page that is in use but not mapped can never be given back. A "
+    "node is a cached prefix; without its SWA page it is a tombstone. Frees may be collected in a "
+    "group and carried out at its end."
 )
 FAULTS = {  # a word, the letter where there is no room for it, and what it means
     "leaked": ("L", "in use, and nothing reaches it any more"),
@@ -39,14 +40,13 @@ FAULTS = {  # a word, the letter where there is no room for it, and what it mean
 }
 
 
-def timelines(cases: Iterable[Case], *, every_step: bool) -> tuple[Section, ...]:
-    """Return sections that show these cases, which have kept their steps; a story is told once.
+def timelines(cases: Iterable[Case], *, every_step: bool) -> dict[str, list[Section]]:
+    """Return, by scenario, sections that show these cases, which have kept their steps.
 
     ``every_step``: show all rows of all cases. Otherwise long runs are cut to the rows around the
     moment where they go wrong, and cases that differ in page size only are shown once.
     """
-    sections: list[Section] = []
-    stories: set[str] = set()
+    sections: dict[str, list[Section]] = {}
     shown: set[tuple[object, ...]] = set()
     for case in cases:
         scenario = case.scenario
@@ -54,12 +54,12 @@ def timelines(cases: Iterable[Case], *, every_step: bool) -> tuple[Section, ...]
         if look in shown and not every_step:
             continue
         shown.add(look)
-        if scenario.name not in stories and scenario.story:
-            texts = (scenario.story,) if stories else (INTRO, scenario.story)
-            sections += [Section(moral=Cell(" ".join(text.split()))) for text in texts]
-            stories.add(scenario.name)
-        sections.append(timeline(case, len(case.run.steps) if every_step else ROWS))
-    return tuple(sections)
+        if scenario.name not in sections:
+            texts = [text for text in (INTRO if not sections else "", scenario.story) if text]
+            sections[scenario.name] = [Section(moral=Cell(" ".join(t.split()))) for t in texts]
+        rows = len(case.run.steps) if every_step else ROWS
+        sections[scenario.name].append(timeline(case, rows))
+    return sections
 
 
 def timeline(case: Case, rows: int = ROWS) -> Section:
@@ -114,7 +114,7 @@ class _Strip:
             lines.insert(0, self._dots(first))
         if stop < total:
             lines.append(self._dots(total - stop))
-        wide = self.named and self.width >= len(f"page {self.pages[-1]}")
+        wide = self.named and self.width >= len(f"page {max(self.pages, default=0)}")
         heads = [f"page {page}" if wide else str(page) for page in self.pages]
         others = ["others"] if self.hidden else []
         columns = ("#", "operation", *heads, *others, "used", "mapped")
