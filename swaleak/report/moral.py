@@ -60,7 +60,8 @@ class _Change:
         now, before = self.rows[-1], self.rows[-2] if len(self.rows) > 1 else {}
         freed = [p for p, was in before.items() if was.held and _is_freed(now.get(p))]
         leaked = [page for page, entry in now.items() if entry.stranded and not entry.mapped]
-        stale = [page for page, entry in now.items() if entry.mapped and not entry.owners]
+        unowned = {page: entry for page, entry in now.items() if not entry.owners}
+        stale = [p for p, entry in unowned.items() if entry.mapped and not entry.queued]
         victims = _group(freed, lambda page: now[page].owners[0])
         clauses = [self._freed(owner, pages, leaked) for owner, pages in victims.items()]
         for pages, held, what in (
