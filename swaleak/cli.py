@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from swaleak.script.scenario import Scenario
     from swaleak.target import Target
 
-MAX_PICTURED = 2000  # steps; a longer run is shown step by step only if --steps asks for it
+MAX_PICTURED = 200_000  # pages times steps; what is more is drawn only if --steps asks for it
 
 app = typer.Typer(
     name="swaleak",
@@ -224,6 +224,8 @@ def diagnose(
     Exit code 0: found. 1: no leak message in it.
     """
     _check_output(output)
+    if log == "-" and sys.stdin.isatty():
+        raise UsageError("diagnose: name a log file, or pipe one in")
     from swaleak.diagnose import diagnose
     from swaleak.report.diagnose import diagnose_report
 
@@ -335,6 +337,11 @@ def _is_looked_at(format: Format, output: Path | None) -> bool:
     return picture or (format is Format.table and sys.stdout.isatty())
 
 
+def _pages_times_steps(scenario: Scenario) -> int:
+    asked = sum(getattr(op, "pages", 1) for op in scenario.steps)
+    return asked * len(scenario.steps)
+
+
 def _timelines(
     cases: list[Case], target: Target, repeat: int, *, every_step: bool
 ) -> dict[str, list[Section]]:
@@ -348,7 +355,7 @@ def _timelines(
         case
         for case in cases
         if case.verdict in ("leak", "corrupt", "error")
-        and len(case.scenario.steps) * repeat <= MAX_PICTURED
+        and _pages_times_steps(case.scenario) * repeat <= MAX_PICTURED
     )
     again = (
         run_case(

@@ -20,7 +20,7 @@ EAGLE = "total=10808064, available=10807552, evictable=1024, protected=0"
 HEALTHY = "[full] total=9116160, available=768, evictable=9115392, protected=0" + TAIL
 ASSERTION = """\
   File "/opt/sglang/srt/mem_cache/allocator/swa.py", line 559, in free_group_end
-    assert self.{pool}_attn_allocator.available_size() <= self.{pool}_attn_allocator.size
+    assert {pool}.available_size() <= {pool}.size
            ^^^^^^^^^^^^^^^^
 AssertionError
 """
@@ -99,7 +99,7 @@ MESSAGES = {
         [("full", None, "counted-twice", 1)],
     ),
     "an assertion in a traceback": (
-        ASSERTION.format(pool="swa"),
+        ASSERTION.format(pool="self.swa_attn_allocator"),
         [("swa", None, "counted-twice", 1)],
     ),
     "a source line that nothing raised": ("available_size() <= self.swa_attn_allocator.size", []),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swaleak.check.audit import Reading
@@ -30,7 +29,7 @@ class Page:
         return self.held and not self.owners and not self.queued
 
 
-def picture(reading: Reading, ledger: Ledger, before: Iterable[Page]) -> tuple[Page, ...]:
+def picture(reading: Reading, ledger: Ledger, before: tuple[Page, ...]) -> tuple[Page, ...]:
     """Return every page that is held, mapped, owned, or that a free list should not hold.
 
     ``before``: the picture after the step before; what was stranded then does not wait now.
@@ -46,7 +45,8 @@ def picture(reading: Reading, ledger: Ledger, before: Iterable[Page]) -> tuple[P
     if ledger.in_group:
         waiting = swa.held - owners.keys() - {page.page for page in before if page.stranded}
     told = swa.held | reading.pointed | owners.keys() | set(swa.twice) | set(swa.reserved)
-    return tuple(
+    old = {page.page: page for page in before}
+    pages = (
         Page(
             page,
             tuple(owners.get(page, ())),
@@ -56,3 +56,5 @@ def picture(reading: Reading, ledger: Ledger, before: Iterable[Page]) -> tuple[P
         )
         for page in sorted(told)
     )
+    # most pages stay as they were; a run of many steps shares them
+    return tuple(old[page.page] if old.get(page.page) == page else page for page in pages)

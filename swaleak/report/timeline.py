@@ -93,7 +93,9 @@ class _Strip:
         width = room // max(1, len(self.pages)) - 1
         self.labels = {name: _cut(name, width - 2) for name in self.names}
         clear = len(set(self.labels.values())) == len(self.names)
-        self.named = clear and (width >= NAME + 2 or width - 2 >= max(map(len, self.names)))
+        self.named = clear and (
+            width >= NAME + 2 or width - 2 >= max(map(len, self.names), default=0)
+        )
         self.width = min(width, max([8, *map(len, self.names)]) + 4)
         self.hidden: list[int] = []
         if not self.named:
