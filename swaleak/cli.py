@@ -6,6 +6,7 @@ Torch is imported inside the commands that need it, so that ``--help`` and ``lis
 from __future__ import annotations
 
 import gc
+import io
 import sys
 import warnings
 from enum import StrEnum
@@ -14,15 +15,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swaleak import __version__
+from swaleak import __version__, complete
 from swaleak.errors import SwaleakError, UsageError
 from swaleak.script import scenario as scenarios
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
-    from swaleak.report.tables import About, Report
+    from swaleak.report.tables import About, Report, Section
     from swaleak.script.scenario import Scenario
     from swaleak.target import Target
+
+MAX_PICTURED = 200_000  # pages times steps; what is more is drawn only if --steps asks for it
 
 app = typer.Typer(
     name="swaleak",
@@ -43,7 +46,19 @@ class Format(StrEnum):
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SCENARIO]...", help="Names from `swaleak list`, or TOML files."),
+    typer.Argument(
+        metavar="[SCENARIO]...",
+        help="Names from `swaleak list`, or TOML files.",
+        autocompletion=complete.scenarios,
+    ),
+]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="A name, or a TOML file.",
+        autocompletion=complete.scenarios,
+    ),
 ]
 Strategies = Annotated[
     list[str] | None,
@@ -52,6 +67,7 @@ Strategies = Annotated[
         "-s",
         metavar="NAME",
         help="eager, deferred, enqueue, barrier or shipped; repeatable. Default: all four.",
+        autocompletion=complete.strategies,
     ),
 ]
 On = Annotated[
@@ -61,6 +77,7 @@ On = Annotated[
         metavar="TARGET",
         help="Whose allocator: builtin, installed, a release such as 0.5.18, the path of a wheel "
         "or checkout, or module:Class. auto: installed if SGLang is, else builtin.",
+        autocompletion=complete.targets,
     ),
 ]
 Patches = Annotated[
@@ -80,7 +97,9 @@ PageSizes = Annotated[
 Formats = Annotated[Format, typer.Option("--format", "-f", help="How to print the report.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Also write it: .json, .md, .svg, .html."),
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Also write it: .json, .md, .svg, .html, .xml."
+    ),
 ]
 
 
@@ -135,7 +154,9 @@ def repro(
             scenario, target, name, page_size or scenario.page_sizes, steps=steps, repeat=repeat
         )
     ]
-    _finish(repro_report(_about(targets), cases), format, output)
+    looked_at = steps or _is_looked_at(format, output)
+    strips = _timelines(cases, targets, repeat, every_step=steps) if looked_at else None
+    _finish(repro_report(_about(targets), cases, strips), format, output)
 
 
 @app.command()
@@ -170,7 +191,11 @@ def verify(
 def check(
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="TARGET...", help="What --on takes; as many as you like."),
+        typer.Argument(
+            metavar="TARGET...",
+            help="What --on takes; as many as you like.",
+            autocompletion=complete.targets,
+        ),
     ],
     patch: Patches = None,
     strict: Annotated[
@@ -213,7 +238,7 @@ def list_(format: Formats = Format.table, output: Output = None) -> None:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(metavar="SCENARIO", help="A name, or a TOML file.")],
+    name: Name,
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
@@ -303,9 +328,72 @@ def bench(
     raise typer.Exit(130 if interrupted else 0)
 
 
+@app.command()
+def diagnose(
+    log: Annotated[
+        str, typer.Argument(metavar="[FILE|-]", help="A server log; - is standard input.")
+    ] = "-",
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            "--page-size", min=1, metavar="N", help="Of the server, where the log does not say."
+        ),
+    ] = None,
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Find leak messages in a server log: slots, pages, what they mean, which faults fit.
+
+    Exit code 0: found. 1: no leak message in it.
+    """
+    _check_output(output)
+    if log == "-" and sys.stdin.isatty():
+        raise UsageError("diagnose: name a log file, or pipe one in")
+    from swaleak.diagnose import diagnose
+    from swaleak.report.diagnose import diagnose_report
+
+    try:
+        if log == "-":
+            found = diagnose(sys.stdin.buffer, page_size)
+        else:
+            with open(log, "rb", buffering=0) as file:
+                found = diagnose(file, page_size)
+    except OSError as error:
+        raise UsageError(f"{log}: {error.strerror or error}") from None
+    name = "standard input" if log == "-" else log
+    _finish(diagnose_report(name, found), format, output)
+
+
+@app.command()
+def export(
+    name: Name,
+    unittest: Annotated[
+        bool, typer.Option("--unittest", help="As a unittest for SGLang's own suite.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it: .py.")
+    ] = None,
+) -> None:
+    """Export a scenario as a regression test that needs SGLang and nothing else."""
+    if not unittest:
+        raise UsageError("export: say as what; --unittest is what there is")
+    if output is not None and output.suffix.lower() != ".py":
+        raise UsageError(f"-o {output}: a unittest is a .py file")
+    from swaleak.report.files import write_text
+    from swaleak.report.unittest_file import unittest_file
+
+    text = unittest_file(scenarios.load(name))
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_text(text, output)
+
+
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -381,6 +469,47 @@ def _cases(
         run_case(scenario, target, strategy, size, keep_steps=steps, repeat=repeat)
         for size in page_sizes
     ]
+
+
+def _is_looked_at(format: Format, output: Path | None) -> bool:
+    """Whether a person will see the report: on a terminal, or as a picture."""
+    picture = output is not None and output.suffix.lower() in (".svg", ".html")
+    return picture or (format is Format.table and sys.stdout.isatty())
+
+
+def _pages_times_steps(scenario: Scenario) -> int:
+    asked = sum(getattr(op, "pages", 1) for op in scenario.steps)
+    return asked * len(scenario.steps)
+
+
+def _timelines(
+    cases: list[Case], targets: list[Target], repeat: int, *, every_step: bool
+) -> dict[str, list[Section]]:
+    """Return page timelines of all cases, or, played once more, of those that failed."""
+    from swaleak.check.case import run_case
+    from swaleak.report.timeline import timelines
+
+    if every_step:
+        return timelines(cases, every_step=True)
+    failed = (
+        case
+        for case in cases
+        if case.verdict in ("leak", "corrupt", "error")
+        and _pages_times_steps(case.scenario) * repeat <= MAX_PICTURED
+    )
+    of = {target.name: target for target in targets}
+    again = (
+        run_case(
+            case.scenario,
+            of[case.target],
+            case.strategy,
+            case.page_size,
+            keep_steps=True,
+            repeat=repeat,
+        )
+        for case in failed
+    )
+    return timelines(again, every_step=False)
 
 
 def _about(targets: list[Target]) -> About:

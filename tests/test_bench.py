@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from swaleak.bench import Contestant, Result, Sample, Settings, Shape, Step, Tim
 from swaleak.errors import UsageError
 from swaleak.report.bench import bench_report
 from swaleak.target import Builtin, open_target
+from tests.conftest import wheel
 
 BUILTIN = Builtin("cpu")
 ALL = tuple(Contestant(name, BUILTIN, name) for name in STRATEGIES)
@@ -562,14 +562,6 @@ def test_slots_in_any_order_and_twice_free_each_page_once(
     )
 
 
-def the_wheel(version: str) -> str:
-    folder = os.environ.get("SWALEAK_WHEELS")
-    found = sorted(Path(folder).glob(f"sglang-{version}-*.whl")) if folder else []
-    if not found:
-        pytest.skip(f"SWALEAK_WHEELS names no folder with the wheel of SGLang {version}")
-    return str(found[0])
-
-
 @pytest.mark.wheels
 @pytest.mark.parametrize("segment", [False, True])
 @pytest.mark.parametrize(
@@ -585,7 +577,7 @@ def test_sglangs_own_code_is_measured_and_judged(
     version: str, recover: bool, verdict: str, segment: bool
 ) -> None:
     chosen = bench.contestants(
-        the_wheel(version), ["barrier"], lambda: BUILTIN, open_on_cpu, open_on_cpu
+        str(wheel(version)), ["barrier"], lambda: BUILTIN, open_on_cpu, open_on_cpu
     )
     settings = Settings(warmup=0, samples=30, recover=recover, segment=segment)
     steps = list(bench.run(chosen, [Shape(1, 2, 1), Shape(4, 2, 2)], settings, bench.HostClock()))

@@ -26,6 +26,7 @@ ROOMS = (
     "bench",
     "diagnose",
     "report",
+    "complete",
     "cli",
     "__main__",
 )

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from swaleak.check.audit import Audit, Audited, audit
+from swaleak.check.audit import Audit, Audited, audit, read
 from swaleak.check.ledger import Ledger, Node
+from swaleak.check.picture import Page, picture
 from swaleak.errors import ScriptError
 from swaleak.script import ops
 from swaleak.script.ops import Op, describe
@@ -73,11 +74,12 @@ class Allocator(Audited, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a run: what was done, and what the audit then said."""
+    """One step of a run: what was done, what the audit then said, and the SWA pages by then."""
 
     op: Op
     audit: Audit
     in_group: bool
+    pages: tuple[Page, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,10 @@ class _Judge:
         if self.audit.violations and self.first_bad is None:
             self.first_bad = (number, self.audit)
         if self.keep_steps:
-            self.steps.append(Step(op, self.audit, self.player.ledger.in_group))
+            ledger = self.player.ledger
+            before = self.steps[-1].pages if self.steps else ()
+            pages = picture(read(self.player.allocator.state()), ledger, before)
+            self.steps.append(Step(op, self.audit, ledger.in_group, pages))
         if isinstance(op, ops.Expect):
             for name in ("physical", "mapped"):
                 wanted, there = getattr(op, name), getattr(self.audit, name)

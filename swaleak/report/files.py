@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swaleak.errors import UsageError, unknown
+from swaleak.report.junit import as_junit
 from swaleak.report.tables import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 100  # columns of an SVG or HTML picture
+WIDTH = 80  # columns of an SVG or HTML picture
+FONTS = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+HTML = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="UTF-8">
+<meta name="viewport" content="width=device-width">
+<title>TITLE</title>
+<style>
+{stylesheet}
+body {{ color: {foreground}; background-color: {background}; margin: 2em; }}
+pre {{ font: 15px/1.3 FONTS; }}
+</style>
+</head>
+<body>
+<pre><code style="font-family:inherit">{code}</code></pre>
+</body>
+</html>
+""".replace("FONTS", FONTS)
 
 
 def _recorded(report: Report) -> Console:
@@ -27,11 +47,19 @@ def _recorded(report: Report) -> Console:
 
 
 def _svg(report: Report) -> str:
-    return _recorded(report).export_svg(title=f"swaleak {report.command}")
+    """Return Rich's picture without the fonts it would fetch from elsewhere."""
+    svg = _recorded(report).export_svg(title=f"swaleak {report.command}")
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    return svg.replace("Fira Code, monospace", FONTS)
 
 
 def _html(report: Report) -> str:
-    return _recorded(report).export_html(inline_styles=True)
+    from rich.terminal_theme import SVG_EXPORT_THEME
+
+    page = HTML.replace("TITLE", f"swaleak {report.command}")
+    return _recorded(report).export_html(
+        theme=SVG_EXPORT_THEME, inline_styles=True, code_format=page
+    )
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {
@@ -39,6 +67,7 @@ FORMATS: dict[str, Callable[[Report], str]] = {
     ".md": Report.as_markdown,
     ".svg": _svg,
     ".html": _html,
+    ".xml": as_junit,
 }
 
 

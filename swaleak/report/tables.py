@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from swaleak.check.case import Case
+    from swaleak.check.picture import Page
 
 STYLES = {
     "clean": "green",
@@ -22,6 +23,8 @@ STYLES = {
     "refused": "yellow",
     "error": "bold red",
 }
+
+PLAIN = str.maketrans("●○·✗…", "*o.x~")  # for a terminal that knows ASCII only
 
 
 class Cell(NamedTuple):
@@ -33,12 +36,17 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table. ``right``: the columns that hold numbers. ``series``: one subject a column."""
+    """A table.
+
+    ``right``: the columns that hold numbers. ``series``: one subject a column. ``gap``: blanks
+    around a cell.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     right: frozenset[str] = frozenset()
     series: bool = False
+    gap: int = 1
 
     def parts(self, width: int) -> Iterator[Grid]:
         """Yield the table, a series in pieces no wider than ``width`` that repeat column one."""
@@ -61,11 +69,12 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A title, a table, and lines under it."""
+    """A title, a table, what it comes to in one sentence, and lines under it."""
 
     title: str = ""
     grid: Grid | None = None
     lines: tuple[str, ...] = ()
+    moral: Cell | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,8 @@ class Report:
                 blocks.append(f"**{section.title}**")
             if section.grid:
                 blocks.append(_markdown_table(section.grid))
+            if section.moral:
+                blocks.append(section.moral.text)
             if section.lines:
                 blocks.append("\n".join(f"- {line}" if line else "" for line in section.lines))
         return "\n\n".join(blocks) + "\n"
@@ -121,21 +132,30 @@ class Report:
         from rich.table import Table
         from rich.text import Text
 
-        console.print(Text(self.header, style="dim"), soft_wrap=False)
+        marks = PLAIN if console.options.ascii_only else {}
+
+        def text(words: str, style: str = "") -> Text:
+            return Text(words.translate(marks), style=style)
+
+        console.print(text(self.header, "dim"), soft_wrap=False)
         for section in self.sections:
             console.print()
             if section.title:
-                console.print(Text(section.title, style="bold"))
+                console.print(text(section.title, "bold"))
             for grid in section.grid.parts(console.width) if section.grid else ():
-                table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+                table = Table(box=box.SIMPLE_HEAD, padding=(0, grid.gap), pad_edge=False)
                 for name in grid.columns:
                     justify: Any = "right" if name in grid.right else "left"
                     table.add_column(name, justify=justify, overflow="fold")
                 for row in grid.rows:
-                    table.add_row(*(Text(cell.text, style=cell.style) for cell in row))
+                    table.add_row(*(text(*cell) for cell in row))
                 console.print(table)
+            if section.moral:
+                console.print(text(*section.moral))
+                if section.lines:
+                    console.print()
             for line in section.lines:
-                console.print(Text(line))
+                console.print(text(line))
 
 
 def case_json(case: Case) -> dict[str, Any]:
@@ -173,6 +193,7 @@ def case_json(case: Case) -> dict[str, Any]:
                 "physical": step.audit.physical,
                 "mapped": step.audit.mapped,
                 "violations": violations_json(step.audit.violations),
+                "pages": [_page_json(page) for page in step.pages],
             }
             for number, step in enumerate(run.steps, start=1)
         ]
@@ -189,8 +210,23 @@ def violations_json(violations: Iterable[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def repro_report(about: About, cases: Sequence[Case]) -> Report:
-    """One table a scenario: strategies down, what came out across."""
+def _page_json(page: Page) -> dict[str, Any]:
+    """Return one SWA page of one step; pages that are simply free are left out."""
+    return {
+        "page": page.page,
+        "owners": list(page.owners),
+        "free": not page.held,
+        "mapped": page.mapped,
+        "queued": page.queued,
+    }
+
+
+def repro_report(
+    about: About,
+    cases: Sequence[Case],
+    timelines: Mapping[str, Sequence[Section]] | None = None,
+) -> Report:
+    """One table a scenario: strategies down, what came out across; under it, its timelines."""
     sections = []
     for name in dict.fromkeys(case.scenario.name for case in cases):
         mine = [case for case in cases if case.scenario.name == name]
@@ -202,7 +238,7 @@ def repro_report(about: About, cases: Sequence[Case]) -> Report:
         )
         lines = (*explain(mine), *substitutions(mine))
         sections.append(Section(f"{name}: {scenario.title}", grid, lines))
-        sections += [_steps_section(case) for case in mine if case.run.steps]
+        sections += (timelines or {}).get(name, ())
     return _report("repro", about, all(case.as_declared for case in cases), sections, cases)
 
 
@@ -406,22 +442,6 @@ def _repro_row(case: Case) -> tuple[Cell, ...]:
         Cell(case.verdict, STYLES[case.verdict]),
         Cell(declared + mark, "" if case.as_declared else "bold red"),
     )
-
-
-def _steps_section(case: Case) -> Section:
-    rows = tuple(
-        (
-            Cell(str(number)),
-            Cell(describe(step.op)),
-            Cell(str(step.audit.physical)),
-            Cell(str(step.audit.mapped)),
-            Cell("; ".join(tell(v) for v in step.audit.violations), "red"),
-        )
-        for number, step in enumerate(case.run.steps, start=1)
-    )
-    title = f"{case.scenario.name}, {case.strategy}, page size {case.page_size}, step by step"
-    columns = ("step", "operation", "physical", "mapped", "violations")
-    return Section(title, Grid(columns, rows, frozenset({"step", "physical", "mapped"})))
 
 
 def _sizes(cases: Sequence[Case]) -> str:

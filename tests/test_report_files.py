@@ -1,0 +1,200 @@
+"""Reports as files: the form is in the ending, and half a file never stays."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from swaleak.check.case import Case, run_case
+from swaleak.check.replay import Run
+from swaleak.errors import UsageError
+from swaleak.report import files
+from swaleak.report.junit import as_junit
+from swaleak.report.tables import About, Report, repro_report
+from swaleak.report.timeline import INTRO, timeline
+from swaleak.script import scenario as scenarios
+from swaleak.script.scenario import Outcome
+from swaleak.target import Builtin
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def swaleak(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swaleak", *arguments], capture_output=True, text=True
+    )
+
+
+class Page(HTMLParser):
+    """What an HTML page shows, and what it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.fetched = "", []
+        self.feed(text)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.fetched += [value for key, value in attrs if key in ("src", "href")]
+
+
+def test_the_picture_of_the_bug(tmp_path):
+    svg, html = tmp_path / "bug.svg", tmp_path / "bug.html"
+    codes = [swaleak("repro", "-s", "deferred", "-o", str(path)).returncode for path in (svg, html)]
+    page = Page(html.read_text())
+    drawn = "".join(ElementTree.fromstring(svg.read_text()).itertext()).replace("\xa0", " ")
+    told = ("✗ leaked", "✗ freed", "found incoming's page 3", "in use but not mapped")
+    missing = [
+        (words, where)
+        for where, text in (("svg", drawn), ("html", page.text))
+        for words in told
+        if words not in " ".join(text.split())
+    ]
+    remote = re.findall(r"url\((?!#)[^)]*\)|@import[^;]*", svg.read_text() + html.read_text())
+    assert (codes, missing, remote + page.fetched) == ([0, 0], [], [])
+
+
+def test_the_picture_at_the_top_of_the_readme_is_up_to_date():
+    """docs/tombstone-recovery.svg is what `repro --strategy deferred` writes, but for versions."""
+    kept = Path(__file__).parent.parent / "docs" / "tombstone-recovery.svg"
+    if not kept.is_file():
+        pytest.skip("docs/ is not here (a source distribution)")
+    drawn = "".join(ElementTree.fromstring(kept.read_text()).itertext()).replace("\xa0", " ")
+    scenario = scenarios.load("tombstone-recovery")
+    case = run_case(scenario, Builtin("cpu"), "deferred", 4, keep_steps=True)
+    strip = timeline(case)
+    texts = [strip.moral.text, *strip.lines, INTRO, scenario.story]
+    texts += [cell.text for row in strip.grid.rows for cell in row]
+    squeezed = re.sub(r"\s", "", drawn)
+    assert [text for text in texts if re.sub(r"\s", "", text) not in squeezed] == []
+
+
+ENDINGS = {
+    ".json": lambda text: json.loads(text)["command"] == "repro",
+    ".md": lambda text: "| strategy |" in text,
+    ".svg": lambda text: ElementTree.fromstring(text).tag == f"{SVG}svg",
+    ".html": lambda text: text.startswith("<!DOCTYPE html>"),
+    ".xml": lambda text: ElementTree.fromstring(text).tag == "testsuites",
+}
+
+
+def report() -> Report:
+    case = run_case(scenarios.load("tombstone-recovery"), Builtin("cpu"), "deferred", 4)
+    return repro_report(About("header", (), "2", "cpu"), [case])
+
+
+@pytest.mark.parametrize("ending", files.FORMATS)
+def test_endings(ending, tmp_path):
+    path = tmp_path / f"report{ending.upper()}"
+    files.write(report(), path)
+    assert (ENDINGS[ending](path.read_text()), list(tmp_path.iterdir())) == (True, [path])
+
+
+def test_an_older_file_stays_whole(tmp_path, monkeypatch):
+    path = tmp_path / "report.md"
+    path.write_text("older")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        files.write(report(), path)
+    assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "older")]
+
+
+# arguments -> what is said on the one line of stderr
+REFUSED = {
+    "an unknown ending": (["repro", "-o", "x.pdf"], "unknown ending '.pdf'"),
+    "no ending": (["repro", "-o", "x"], "unknown ending '(none)'"),
+    "no folder": (["repro", "-o", "no/x.md"], "there is no folder no"),
+    "JUnit of a list": (["list", "-o", "x.xml"], "list runs no scenario"),
+    "a test that is no Python": (["export", "steady-group", "--unittest", "-o", "x.md"], ".py"),
+    "an export as nothing": (["export", "steady-group"], "--unittest"),
+    "an export of nothing": (["export", "nothing", "--unittest"], "unknown scenario 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    arguments, said = REFUSED[name]
+    run = swaleak(*arguments)
+    lines = run.stderr.splitlines()
+    assert (run.returncode, len(lines), said in run.stderr, run.stdout) == (2, 1, True, "")
+
+
+def test_an_exported_test_is_the_same_as_a_file(tmp_path):
+    path = tmp_path / "test_bug.py"
+    codes = [
+        (run := swaleak("export", "tombstone-recovery", "--unittest", *more)).returncode
+        for more in ((), ("-o", str(path)))
+    ]
+    printed = swaleak("export", "tombstone-recovery", "--unittest").stdout
+    assert (codes, run.stdout, path.read_text()) == ([0, 0], "", printed)
+
+
+def case_of(target: str, verdict: str, declared: str | None, **more: object) -> Case:
+    """A case that came out as ``verdict``, on a run of the real thing."""
+    scenario = scenarios.load("tombstone-recovery")
+    strategy = "deferred" if verdict == "leak" else "eager"
+    case = run_case(scenario, Builtin("cpu"), strategy, 4)
+    run = Run(verdict, case.run.audit, failed_at=7, **more)
+    outcome = Outcome(declared) if declared else None
+    return Case(scenario, target, strategy, "shipped", 4, run, outcome, None)
+
+
+# command, cases -> suites: name, tests, failures
+SUITES = {
+    "repro, as declared": (
+        "repro",
+        [case_of("a", "clean", "clean"), case_of("b", "clean", "clean")],
+        [("a", "1", "0"), ("b", "1", "0")],
+    ),
+    "repro, not as declared": (
+        "repro",
+        [case_of("a", "leak", "clean"), case_of("a", "clean", "clean")],
+        [("a", "2", "1")],
+    ),
+    "check: a refusal is safe": ("check", [case_of("a", "refused", None)], [("a", "1", "0")]),
+    "check: a leak is not, although it is declared": (
+        "check",
+        [case_of("a", "leak", "leak"), case_of("b", "error", None, raised="E: \x00 & <b>")],
+        [("a", "1", "1"), ("b", "1", "1")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_junit(name):
+    command, cases, expected = SUITES[name]
+    text = as_junit(Report(command, True, "header", (), {}, cases=tuple(cases)))
+    root = ElementTree.fromstring(text.encode())
+    suites = [(s.get("name"), s.get("tests"), s.get("failures")) for s in root]
+    named = [(c.get("classname"), bool(c.get("name"))) for c in root.iter("testcase")]
+    totals = root.get("tests"), root.get("failures")
+    told = [f.text.splitlines()[0] for f in root.iter("failure")]
+    assert (suites, named, totals, told) == (
+        expected,
+        [("tombstone-recovery", True)] * len(cases),
+        tuple(str(sum(int(suite[i]) for suite in expected)) for i in (1, 2)),
+        ["A tombstone is recovered while its free is still queued"] * int(totals[1]),
+    )
+
+
+def test_a_failure_in_junit_says_who_lost_what():
+    text = as_junit(Report("check", False, "", (), {}, cases=(case_of("a", "leak", None),)))
+    (failure,) = ElementTree.fromstring(text.encode()).iter("failure")
+    assert (failure.attrib, failure.text.splitlines()[1:]) == (
+        {"type": "leak", "message": "leak, 2 physical and 1 mapped SWA pages"},
+        [
+            "declared: clean or refused; came out: leak",
+            "deferred: from step 7: SWA page 2 leaked; node lost the SWA side of its page 0",
+        ],
+    )
