@@ -27,6 +27,12 @@ class Allocator(Audited, Protocol):
     def alloc_tail(self, pages: int, tail: int) -> Tensor | None:
         """Allocate full pages, with peers for the last ``tail`` of them only."""
 
+    def extend(self, prefix: int, last: Tensor | None, tokens: int) -> Tensor | None:
+        """Grow a request of ``prefix`` tokens, the last of them in slot ``last``; new slots."""
+
+    def decode(self, prefix: int, last: Tensor) -> Tensor | None:
+        """Grow it by one token."""
+
     def alloc_swa(self, pages: int) -> Tensor | None:
         """Allocate SWA pages only; SWA slots."""
 
@@ -266,6 +272,26 @@ class Player:
             name, Node(self._pages(first), self._peers(first), slots=full.numel())
         )
 
+    def _extend(self, op: ops.Extend | ops.Decode) -> None:
+        size = self.ledger.page_size
+        node = self.ledger.nodes.get(op.node) or Node([], [], 0)
+        tokens = op.tokens if isinstance(op, ops.Extend) else 1
+        pages = -(-(node.slots + tokens) // size) - len(node.full)
+        self._room(op, pages, pages)
+        before = self.slots.get(op.node) if node.slots else None
+        last = None if before is None else before[-1:]
+        if isinstance(op, ops.Decode):
+            assert last is not None
+            more = self.allocator.decode(node.slots, last)
+        else:
+            more = self.allocator.extend(node.slots, last, tokens)
+        if more is None:
+            raise Starved
+        slots = self.slots[op.node] = more if before is None else torch.cat((before, more))
+        first = slots[len(node.full) * size :: size]
+        full, swa = node.full + self._pages(first), node.swa + self._peers(first)
+        self.ledger.allocated(op.node, Node(full, swa, node.slots + tokens))
+
     def _pages(self, slots: Tensor) -> list[int]:
         pages: list[int] = (slots // self.allocator.page_size).tolist()
         return pages
@@ -336,6 +362,8 @@ class Player:
 _CALLS: dict[type[Any], Callable[[Player, Any], list[int | None] | None]] = {
     ops.Alloc: Player._alloc,
     ops.AllocTail: Player._alloc_tail,
+    ops.Extend: Player._extend,
+    ops.Decode: Player._extend,
     **dict.fromkeys(ops.FREES, Player._free),
     ops.Recover: Player._recover,
     ops.Adopt: Player._adopt,
