@@ -134,3 +134,45 @@ def _pairs(ledger: Ledger, rules: Rules) -> Iterator[Op]:
                 for source, slots in live.items():
                     if slots == node.slots:
                         yield ops.Adopt(name, source)
+
+
+def in_production(op: Op, ledger: Ledger) -> bool:
+    """Whether an operation that makes sense to the ledger is one that SGLang's caches do.
+
+    The same rules as ``legal``'s, asked the other way round: for scripts that come from elsewhere,
+    or that have been cut short.
+    """
+    match op:
+        case ops.Group(edge):
+            return ledger.in_group == (edge == "end")
+        case ops.LoadBack():
+            return not ledger.in_group
+        case ops.Replace(name, source):
+            node, giver = ledger.nodes[name], ledger.nodes[source]
+            return node.tombstone and giver.live and node.slots == giver.slots
+        case ops.Adopt() | ops.Overwrite():
+            return False
+        case ops.Free(name, part) | ops.FreeSwa(name, part):
+            node = ledger.nodes[name] if name in ledger.nodes else ledger.ghosts[name]
+            return all(node.swa[i] is not None for i in ledger.pages_of(node, part))
+        case _:
+            return True
+
+
+def needs(op: Op, ledger: Ledger) -> tuple[int, int]:
+    """Return how many pages of the full pool and of the SWA pool an operation takes."""
+    match op:
+        case ops.Alloc(_, pages):
+            return pages, pages
+        case ops.AllocTail(_, pages, tail):
+            return pages, tail
+        case ops.Extend(name) | ops.Decode(name):
+            node = ledger.nodes.get(name)
+            slots, has = (node.slots, len(node.full)) if node else (0, 0)
+            tokens = op.tokens if isinstance(op, ops.Extend) else 1
+            pages = -(-(slots + tokens) // ledger.page_size) - has
+            return pages, pages
+        case ops.LoadBack(name):
+            return 0, len(ledger.nodes[name].full)
+        case _:
+            return 0, 0

@@ -26,7 +26,7 @@ FULL_SLOT, SWA_SLOT, FULL_PAGE, SWA_PAGE = "full slots", "SWA slots", "full page
 Kinds = dict[tuple[int, str], Kind]
 
 
-class Everyone(frozenset[str]):
+class _Everyone(frozenset[str]):
     """The set that every name is in: each node's buffer is a tensor of its own."""
 
     def __contains__(self, name: object) -> bool:
@@ -67,7 +67,9 @@ class Stage:
 
     def __init__(self, allocator: Allocator, kinds: Kinds, *, buffers: bool) -> None:
         self.allocator = allocator
-        self.player = Player(allocator, Everyone() if buffers else ())
+        self.player = Player(allocator)
+        if buffers:
+            self.player.overwritten = _Everyone()
         self.kinds = kinds
         self._attributes = [
             (vars(part), i, name)
@@ -114,7 +116,7 @@ class Stage:
             ledger.in_group,
             dict(player.slots),
             dict(player.buffers),
-            tuple(self._kept()),
+            tuple(self.kept()),
         )
 
     def restore(self, saved: Saved) -> None:
@@ -139,7 +141,7 @@ class Stage:
         player.slots = dict(saved.slots)
         player.buffers = dict(saved.buffers)
 
-    def _kept(self) -> Iterator[str]:
+    def kept(self) -> Iterator[str]:
         """Yield the nodes whose buffer shares storage with something the allocator holds."""
         if self.player.buffers:
             held = {place for _, _, value in self._queues() for place in map(_storage, value)}
