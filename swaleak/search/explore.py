@@ -33,7 +33,7 @@ class Shard:
     count: int = 1
 
     def takes(self, number: int) -> bool:
-        """Whether this part does number 0, 1, …"""
+        """Whether this part does the ``number``-th piece of work, from 0."""
         return number % self.count == self.index - 1
 
 
@@ -94,7 +94,7 @@ class Explorer:
         self.every = every
         self.coverage = Coverage()
         pages = room(rules, depth)
-        self._fresh = lambda: make(pages, pages)
+        self._fresh: Callable[[], Allocator] = lambda: make(pages, pages)
         allocator = self._fresh()
         self._kinds = queue_kinds(make, allocator.page_size)
         self._stage = self._new_stage(allocator)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 
 from swaleak.check.audit import audit
-from swaleak.check.replay import Allocator, Player, Run, Starved, replay
+from swaleak.check.replay import Allocator, Player, Run, Starved, fingerprint, replay, unchanged
 from swaleak.errors import ScriptError
 from swaleak.script import ops
 from swaleak.script.ops import Op, Part
@@ -54,7 +55,7 @@ class Tried:
 
 
 class Fuzzer:
-    """Plays ``scripts`` scripts of ``steps`` operations: seeds ``seed``, ``seed`` + 1, …
+    """Plays ``scripts`` scripts of ``steps`` operations each, the first from ``seed``, and so on.
 
     Stops at the first that fails, and shrinks it. ``tried`` holds what was covered, also when
     ``run`` was interrupted.
@@ -99,10 +100,21 @@ class Fuzzer:
         stage = Stage(self._make(), {}, buffers=self.rules.latent)
         player = stage.player
         script: list[Op] = []
-        while len(script) < self.steps or player.ledger.in_group:
-            op = self._choose(random, stage) if len(script) < self.steps else ops.Group("end")
+        for turn in count():
+            ending = turn >= self.steps
+            if ending and not player.ledger.in_group:
+                break
+            op = ops.Group("end") if ending else self._choose(random, stage)
+            before = fingerprint(player.allocator)
+            try:
+                player.play(op)
+            except Exception:  # whatever SGLang's code raises is a result
+                if unchanged(before, fingerprint(player.allocator)) and not ending:
+                    continue  # it refused, and nothing has happened
+                script.append(op)
+                break
             script.append(op)
-            if not _goes_on(player, op):
+            if audit(player.allocator, player.ledger).violations:
                 break
         run = replay(self._make(), script)
         return tuple(script), run.verdict not in ("clean", "refused")
@@ -150,15 +162,6 @@ class Fuzzer:
         return True
 
 
-def _goes_on(player: Player, op: Op) -> bool:
-    """Play one operation; False if the script has to end here, failed or raised."""
-    try:
-        player.play(op)
-    except Exception:  # whatever SGLang's code raises is a result
-        return False
-    return not audit(player.allocator, player.ledger).violations
-
-
 def _way(run: Run) -> object:
     return run.verdict, frozenset(violation.kind for violation in run.audit.violations)
 
@@ -174,4 +177,4 @@ def _by_slots(random: Random, op: Op, player: Player) -> Op:
     start = random.randrange(pages.start * size, min((pages.start + 1) * size, node.slots))
     first = max(start, (pages.stop - 1) * size)
     stop = random.randrange(first, min(pages.stop * size, node.slots)) + 1
-    return replace(op, part=Part("slots", start, stop))  # type: ignore[return-value]
+    return replace(op, part=Part("slots", start, stop))

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 from swaleak.script import ops
 from swaleak.script.ops import Op
 
 Script = tuple[Op, ...]
 Fails = Callable[[Script], bool]
+_NAMES = ("node", "source")
 
 
 def shrink(script: Sequence[Op], fails: Fails) -> Script:
-    """Return a script for which ``fails`` is still true, with nodes called n1, n2, …
+    """Return a script for which ``fails`` is still true, its nodes called n1, n2 and so on.
 
     No operation, node or pair of group edges can be left out of it, and no allocation or free
     made simpler, without ``fails`` becoming false. ``fails(script)`` has to be true at the start;
@@ -28,6 +30,8 @@ def shrink(script: Sequence[Op], fails: Fails) -> Script:
         before = best
         for candidates in (_without_nodes, _without_runs, _without_groups, _simpler):
             best = _descend(best, candidates, fails)
+        if best == before:
+            best = _descend(best, _two_simpler, fails)
         if best == before:
             return renamed(best)
 
@@ -41,34 +45,18 @@ def renamed(script: Sequence[Op]) -> Script:
     given = 0
     result = []
     for op in script:
-        born = isinstance(op, ops.Alloc | ops.AllocTail | ops.Extend)
         for name in nodes_of(op):
-            if name not in names or (born and not isinstance(op, ops.Extend)):
+            if name not in names or isinstance(op, ops.Alloc | ops.AllocTail):
                 given += 1
                 names[name] = f"n{given}"
-        result.append(_with_names(op, names))
-        if isinstance(op, ops.Free | ops.FreeFull) and op.part is None:
-            _forget_if_extended(names, op.node, script, len(result))
+        changes = {key: names[getattr(op, key)] for key in _NAMES if hasattr(op, key)}
+        result.append(replace(cast(Any, op), **changes))
     return tuple(result)
 
 
 def nodes_of(op: Op) -> tuple[str, ...]:
     """Return the nodes that an operation names."""
-    return tuple(getattr(op, key) for key in ("node", "source") if hasattr(op, key))
-
-
-def _forget_if_extended(names: dict[str, str], name: str, script: Sequence[Op], at: int) -> None:
-    """Let a node that ``extend`` starts again under a used name be a new one."""
-    later = next((op for op in script[at:] if name in nodes_of(op)), None)
-    if isinstance(later, ops.Extend):
-        del names[name]
-
-
-def _with_names(op: Op, names: dict[str, str]) -> Op:
-    changes = {
-        key: names[getattr(op, key)] for key in ("node", "source") if hasattr(op, key)
-    }
-    return replace(op, **changes) if changes else op
+    return tuple(getattr(op, key) for key in _NAMES if hasattr(op, key))
 
 
 def _descend(
@@ -127,6 +115,20 @@ def _simpler(script: Script) -> Iterator[Script]:
     for at, op in enumerate(script):
         for simpler in _simpler_ops(op):
             yield (*script[:at], simpler, *script[at + 1 :])
+
+
+def _two_simpler(script: Script) -> Iterator[Script]:
+    """Leave out or make simpler two operations at once: nodes of one length shrink together."""
+    edits = [
+        (at, edit)
+        for at, op in enumerate(script)
+        for edit in ((), *((s,) for s in _simpler_ops(op)))
+    ]
+    for i, (one, first) in enumerate(edits):
+        for other, second in edits[i + 1 :]:
+            if other > one:
+                between = script[one + 1 : other]
+                yield (*script[:one], *first, *between, *second, *script[other + 1 :])
 
 
 def _simpler_ops(op: Op) -> Iterator[Op]:

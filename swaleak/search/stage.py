@@ -207,8 +207,7 @@ class Stage:
                 text.append(full.setdefault(page, len(full)))
                 text.append(-1 if peer is None else swa.setdefault(peer, len(swa)))
                 row = mapping[page * size : page * size + size]
-                for slot in row:
-                    text.append(swa.setdefault(slot // size, len(swa)) * size + slot % size)
+                text += _renamed_slots(row, swa, size)
                 if page not in rows:
                     rows.add(page)
                     mapped += size - row.count(0)
@@ -298,9 +297,9 @@ def _renamed(
 ) -> list[int]:
     """Return queued numbers as numbers in the text; of an unknown kind, as all they may be."""
     if kind == FULL_SLOT:
-        return [full.setdefault(v // size, len(full)) * size + v % size for v in values]
+        return _renamed_slots(values, full, size)
     if kind == SWA_SLOT:
-        return [swa.setdefault(v // size, len(swa)) * size + v % size for v in values]
+        return _renamed_slots(values, swa, size)
     if kind == FULL_PAGE:
         return [full.setdefault(v, len(full)) for v in values]
     if kind == SWA_PAGE:
@@ -316,6 +315,21 @@ def _renamed(
             v % size,
         )
     ]
+
+
+def _renamed_slots(values: list[int], names: dict[int, int], size: int) -> list[int]:
+    """Return slots as numbers in the text: a page that is named whole and in order as one number.
+
+    That is a negative number, so that it is no slot's.
+    """
+    if size > 1 and len(values) % size == 0:
+        starts = values[::size]
+        whole = [slot for start in starts for slot in range(start, start + size)]
+        if values == whole and not any(start % size for start in starts):
+            return [-10 - names.setdefault(start // size, len(names)) for start in starts]
+        if not any(values):
+            return [-9]
+    return [names.setdefault(v // size, len(names)) * size + v % size for v in values]
 
 
 def queue_kinds(make: Callable[[int, int], Allocator], page_size: int) -> Kinds:
