@@ -241,8 +241,19 @@ class Explorer:
     def _measure(self, started: float) -> None:
         self.coverage.seconds = time.perf_counter() - started
 
-    def memory(self) -> float:
+    def failing(self) -> list[tuple[Op, ...]]:
+        """Return the orders that fail, shortest first."""
+        return [failure.order for failure in self.coverage.failures]
+
+    def covered(self) -> Coverage:
+        """Return what has been tried so far."""
+        self.coverage.bytes_per_state = self._memory()
+        return self.coverage
+
+    def _memory(self) -> float:
         """Return how many bytes a state costs."""
+        if not self._seen:
+            return 0.0
         key = sys.getsizeof(next(iter(self._seen)))
         arrays = sys.getsizeof(self._parents) + sys.getsizeof(self._moves)
         return key + (sys.getsizeof(self._seen) + arrays) / len(self._seen)

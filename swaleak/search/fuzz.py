@@ -75,7 +75,7 @@ class Fuzzer:
         self.shard = shard or Shard()
         self.seeds = range(seed, seed + scripts)
         self.tried = Tried(seed)
-        pages = 2 * rules.nodes * (rules.pages + 1)
+        pages = room(rules)
         self._make: Callable[[], Allocator] = lambda: make(pages, pages)
 
     def run(self) -> Iterator[Played]:
@@ -93,6 +93,14 @@ class Fuzzer:
             if failed:
                 tried.failure = self._shrink(seed, script)
                 return
+
+    def failing(self) -> list[Script]:
+        """Return what is left of the script that failed, if one did."""
+        return [self.tried.failure.order] if self.tried.failure else []
+
+    def covered(self) -> Tried:
+        """Return what has been tried so far."""
+        return self.tried
 
     def script(self, seed: int) -> tuple[Script, bool]:
         """Return the script of a seed as far as it goes, and whether it fails."""
@@ -160,6 +168,11 @@ class Fuzzer:
             except Exception:  # what the allocator raises is for the replay to judge
                 return True
         return True
+
+
+def room(rules: Rules) -> int:
+    """Return a pool size, in pages, that random scripts seldom use up."""
+    return 2 * rules.nodes * (rules.pages + 1)
 
 
 def _way(run: Run) -> object:

@@ -237,7 +237,7 @@ class Stage:
         return blake2b(array("q", text).tobytes(), digest_size=16).digest()
 
     def _places(self, queues: list[Any], size: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return where full and SWA pages are first queued."""
+        """Return where full and SWA pages are first queued; of slots, one a page is looked at."""
         full: dict[int, int] = {}
         swa: dict[int, int] = {}
         place = 0
@@ -246,11 +246,11 @@ class Stage:
             for values in lists:
                 place += 1
                 if kind in (FULL_SLOT, FULL_PAGE):
-                    for value in values:
-                        full.setdefault(value // size if kind == FULL_SLOT else value, place)
+                    for page in _pages(values, kind == FULL_SLOT, size):
+                        full.setdefault(page, place)
                 elif kind in (SWA_SLOT, SWA_PAGE):
-                    for value in values:
-                        swa.setdefault(value // size if kind == SWA_SLOT else value, place)
+                    for page in _pages(values, kind == SWA_SLOT, size):
+                        swa.setdefault(page, place)
         return full, swa
 
 
@@ -290,6 +290,10 @@ def _signature(
             for page, peer in zip(node.full, node.swa, strict=True)
         ],
     )
+
+
+def _pages(values: list[int], slots: bool, size: int) -> list[int]:
+    return [value // size for value in values[::size]] if slots else values
 
 
 def _renamed(
