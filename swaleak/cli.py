@@ -220,7 +220,7 @@ def explore(
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "cpu",
     every: Annotated[
         bool,
-        typer.Option("--all", help="Go on after a failure: one order for each way of failing."),
+        typer.Option("--all", help="Do not stop at a failure: one order for each way."),
     ] = False,
     at_random: Annotated[
         bool, typer.Option("--random", help="Long random scripts, shrunk, in place of every order.")
@@ -255,6 +255,9 @@ def explore(
 
     part = shard_of(shard)
     target = _open(on, device)
+    import torch
+
+    torch.set_num_threads(1)  # tensors of a few entries: threads only get in each other's way
     from swaleak.report.explore import ProgressLine, explore_report
     from swaleak.search.legal import Rules
     from swaleak.search.survey import AtRandom, Exhaustive, Where, has_segments, survey

@@ -72,7 +72,7 @@ def explore_report(header: str, surveys: Sequence[Survey], **where: str) -> Repo
         sections.append(Section("" if survey.witnesses else _title(survey), None, _covered(survey)))
     ok = not any(survey.witnesses for survey in surveys)
     body = {"results": [_survey_json(survey) for survey in surveys]}
-    return Report("explore", ok, header, tuple(sections), body, **where)
+    return Report("explore", ok, header, tuple(sections), body, cases=(), **where)
 
 
 def _title(survey: Survey) -> str:

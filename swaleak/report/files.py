@@ -51,7 +51,7 @@ def check_ending(path: Path) -> None:
 
 
 def check_scenario(path: Path) -> None:
-    """Raise ``UsageError`` for a path that no scenario can be written to, before any work is done."""
+    """Raise ``UsageError`` for a path that no scenario can be saved to, before any work is done."""
     if path.suffix.lower() != ".toml":
         raise UsageError(f"--save {path}: a scenario is a .toml file")
     if not path.parent.is_dir():

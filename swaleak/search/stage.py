@@ -152,8 +152,12 @@ class Stage:
     def _queues(self) -> Iterator[tuple[int, str, list[Tensor]]]:
         for live, i, name in self._attributes:
             value = live[name]
-            if value and isinstance(value, _LISTS):
-                yield i, name, [item for item in value if isinstance(item, Tensor)]
+            kind = type(value)
+            if kind is bool or kind is int or value is None:
+                continue
+            if kind in _LISTS:
+                if value:
+                    yield i, name, [item for item in value if isinstance(item, Tensor)]
             elif isinstance(value, Tensor):
                 yield i, name, [value]
         for live, i, name, start in self._constants:
