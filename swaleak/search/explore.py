@@ -217,7 +217,7 @@ class Explorer:
             raise _cannot_follow()
 
     def _new_stage(self, allocator: Allocator) -> Stage:
-        return Stage(allocator, self._kinds, buffers=self.rules.latent)
+        return Stage(allocator, self._kinds, latent=self.rules.latent)
 
     def _states_to(self, state: int) -> list[int]:
         path = [state]

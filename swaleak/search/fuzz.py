@@ -105,7 +105,7 @@ class Fuzzer:
     def script(self, seed: int) -> tuple[Script, bool]:
         """Return the script of a seed as far as it goes, and whether it fails."""
         random = Random(seed)
-        stage = Stage(self._make(), {}, buffers=self.rules.latent)
+        stage = Stage(self._make(), {}, latent=self.rules.latent)
         player = stage.player
         script: list[Op] = []
         for turn in count():

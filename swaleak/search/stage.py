@@ -61,14 +61,16 @@ class Saved:
 class Stage:
     """A player and its allocator.
 
-    ``kinds``: what the numbers in the allocator's queues are, see ``queue_kinds``. ``buffers``:
-    whether callers' index buffers have to be followed, because they may be overwritten.
+    ``kinds``: what the numbers in the allocator's queues are, see ``queue_kinds``. ``latent``:
+    whether nodes freed in a group, and callers' index buffers, may still be named: in the
+    production contract neither is, and states that differ in them only are the same.
     """
 
-    def __init__(self, allocator: Allocator, kinds: Kinds, *, buffers: bool) -> None:
+    def __init__(self, allocator: Allocator, kinds: Kinds, *, latent: bool) -> None:
         self.allocator = allocator
         self.player = Player(allocator)
-        if buffers:
+        self._latent = latent
+        if latent:
             self.player.overwritten = _Everyone()
         self.kinds = kinds
         self._attributes = [
@@ -198,7 +200,9 @@ class Stage:
         mapped = 0
         named = [
             (rank, name, node)
-            for rank, nodes in enumerate((ledger.nodes, ledger.freed, ledger.ghosts))
+            for rank, nodes in enumerate(
+                (ledger.nodes, ledger.freed if self._latent else {}, ledger.ghosts)
+            )
             for name, node in nodes.items()
         ]
         if len(named) > 1:
