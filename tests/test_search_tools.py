@@ -165,6 +165,19 @@ def test_the_catalogue_recognises_its_own():
     assert told == {name: name for name in told}
 
 
+def test_the_catalogue_recognises_another_order_of_allocation_without_bystander():
+    steps = (
+        ops.Alloc("b"),
+        ops.Alloc("a"),
+        ops.Group("begin"),
+        ops.FreeSwa("a"),
+        ops.Recover("a", "b"),
+        ops.Group("end"),
+    )
+    told = [described_by(s, scenario.catalogue()) for s in (steps, steps[:-1])]
+    assert told == ["tombstone-recovery", None]
+
+
 def run(monkeypatch, capsys, *arguments):
     """Return the exit code, what was printed, and the error line."""
     monkeypatch.setattr(sys, "argv", ["swaleak", *arguments])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 
 from packaging.specifiers import SpecifierSet
 
@@ -95,7 +96,10 @@ def described_by(order: Sequence[Op], catalogue: Iterable[Scenario]) -> str | No
 
 
 def _shape(script: Sequence[Op]) -> tuple[Op, ...]:
-    """Return a script without nodes that are only allocated, and without ``expect``."""
+    """Return a script without bystanders and checks, first allocations in the order of use."""
     script = [op for op in script if not isinstance(op, ops.Expect)]
-    used = {name for op in script if not isinstance(op, ops.Alloc) for name in nodes_of(op)}
-    return renamed([op for op in script if not nodes_of(op) or used.intersection(nodes_of(op))])
+    rest = list(dropwhile(lambda op: isinstance(op, ops.Alloc), script))
+    first = script[: len(script) - len(rest)]
+    used = list(dict.fromkeys(name for op in rest for name in nodes_of(op)))
+    needed = [op for name in used for op in first if name in nodes_of(op)]
+    return renamed([*needed, *rest])
