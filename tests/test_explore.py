@@ -130,6 +130,51 @@ def test_state_that_cannot_be_put_back_is_refused():
             pass
 
 
+class Late(HybridAllocator):
+    def free_group_begin(self):
+        self.began = True
+        super().free_group_begin()
+
+
+class Shelved(HybridAllocator):
+    """Queues pages in a dict, and forgets one of two: what is put back has to reach in there."""
+
+    def __init__(self, *args):
+        self.shelf = {}
+        super().__init__(*args)
+
+    def free_swa(self, free_index):
+        if not self.group_open:
+            super().free_swa(free_index)
+        elif self.shelf:
+            self.shelf["two"] = self.resolve(free_index)
+        else:
+            self.shelf["one"] = self.resolve(free_index)
+
+    def free_group_end(self):
+        super().free_group_end()
+        if "one" in self.shelf:
+            self.release(self.shelf["one"])
+        self.shelf.clear()
+
+
+def test_an_attribute_that_comes_late_is_refused():
+    explorer = Explorer(lambda f, s: Driver(Late(f, s, 1, "cpu", STRATEGIES["eager"])), Rules(), 4)
+    with pytest.raises(TargetError, match="cannot follow Late[.]began"):
+        for _ in explorer.run():
+            pass
+
+
+def test_state_in_a_dict_is_followed():
+    explorer = Explorer(
+        lambda f, s: Driver(Shelved(f, s, 1, "cpu", STRATEGIES["eager"])), Rules(), 6
+    )
+    for _ in explorer.run():
+        pass
+    order = "alloc n1, 2 pages | group begin | free n1, pages 0:1 | free n1 | group end"
+    assert failure(explorer) == (order, "leak", {"leak"})
+
+
 def play(stage, script):
     for op in script:
         stage.play(op)

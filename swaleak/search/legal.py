@@ -7,16 +7,17 @@ the same questions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 
 from swaleak.check.ledger import Ledger, Node
 from swaleak.script import ops
 from swaleak.script.ops import Op, Part
 
 PRODUCTION, LATENT = "production", "latent"
-CONTRACTS = (PRODUCTION, LATENT)
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,12 @@ class Rules:
         return self.contract == LATENT
 
 
-def legal(ledger: Ledger, rules: Rules, kept: Iterable[str] = ()) -> Iterator[Op]:
+def legal(ledger: Ledger, rules: Rules, kept: Mapping[str, int] = _NOTHING) -> Iterator[Op]:
     """Yield every legal operation, in an order that depends on nothing but the arguments.
 
     ``kept``: nodes whose index buffer the allocator still holds, so that overwriting it may
-    matter. Whether the pools have room is for the caller to find out.
+    matter, and the buffer's length in slots. Whether the pools have room is for the caller to find
+    out.
     """
     yield from _allocations(ledger, rules)
     for name, node in ledger.nodes.items():
@@ -56,8 +58,10 @@ def legal(ledger: Ledger, rules: Rules, kept: Iterable[str] = ()) -> Iterator[Op
         if node.tombstone and (rules.latent or not ledger.in_group):
             yield ops.LoadBack(name)
     if ledger.in_group:
-        for name in kept:
-            yield from (ops.Overwrite(name, other) for other in ledger.nodes if other != name)
+        for name, slots in kept.items():
+            for other, node in ledger.nodes.items():
+                if other != name and node.slots == slots:
+                    yield ops.Overwrite(name, other)
     if rules.latent or not ledger.in_group:
         yield ops.Group("begin")
     if rules.latent or ledger.in_group:

@@ -1,15 +1,18 @@
 """An allocator that can be put back to an earlier point, and told apart up to renaming.
 
 Going back costs a few microseconds where playing the script again costs hundreds. What is put
-back is what ``Allocator.parts`` shows: attributes are put back by reference, lists as fresh
-lists, and a tensor's content only if its version counter says that somebody wrote it. Tensors
-keep their identity, so that who shares storage with whom stays true.
+back is what ``Allocator.parts`` shows: attributes are put back by reference, lists and other
+containers as fresh ones, and a tensor's content only if its version counter says that somebody
+wrote it. Tensors keep their identity, so that who shares storage with whom stays true. State in
+objects of other kinds is not seen here; ``Explorer`` finds that out by playing from the start.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -19,6 +22,7 @@ from torch import Tensor
 from swaleak.allocator.mapping import plain
 from swaleak.check.ledger import Node
 from swaleak.check.replay import Allocator, Player
+from swaleak.errors import TargetError
 from swaleak.script.ops import Op
 
 Kind = str  # what the numbers in a queue are: one of the four below
@@ -45,9 +49,9 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A point to go back to. ``kept``: nodes whose buffer the allocator holds."""
+    """A point to go back to. ``kept``: see ``Stage.kept``."""
 
-    parts: tuple[tuple[dict[str, Any], dict[str, Any], tuple[tuple[str, list[Any]], ...]], ...]
+    parts: tuple[tuple[dict[str, Any], dict[str, Any], tuple[tuple[str, Any], ...]], ...]
     tensors: tuple[_Written, ...]
     nodes: tuple[tuple[str, Node], ...]
     freed: tuple[tuple[str, Node], ...]
@@ -55,7 +59,7 @@ class Saved:
     in_group: bool
     slots: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    kept: tuple[str, ...]
+    kept: dict[str, int]
 
 
 class Stage:
@@ -77,7 +81,8 @@ class Stage:
             (vars(part), i, name)
             for i, part in enumerate(allocator.parts())
             for name, value in vars(part).items()
-            if name not in _ENCODED and (value is None or isinstance(value, (bool, int, *_LISTS)))
+            if name not in _ENCODED
+            and (value is None or isinstance(value, (bool, int, *_CONTAINERS)))
         ]
         self._constants = [
             (vars(part), i, name, value.tolist())
@@ -85,6 +90,7 @@ class Stage:
             for name, value in vars(part).items()
             if name not in _ENCODED and isinstance(value, Tensor)
         ]
+        self._names = [frozenset(vars(part)) for part in allocator.parts()]
         state = allocator.state()
         self._full_pages = frozenset(range(1, state.full_pages + 1))
         self._swa_pages = frozenset(range(1, state.swa_pages + 1))
@@ -94,16 +100,24 @@ class Stage:
         self.player.play(op)
 
     def save(self) -> Saved:
-        """Return a point to go back to. Its cost is paid here, so that going back is cheap."""
+        """Return a point to go back to. Its cost is paid here, so that going back is cheap.
+
+        Raises ``TargetError`` for an allocator that has grown an attribute since the start.
+        """
         parts = []
         tensors: dict[int, Tensor] = {}
-        for part in self.allocator.parts():
+        for part, names in zip(self.allocator.parts(), self._names, strict=True):
             live = vars(part)
-            lists = tuple((name, list(v)) for name, v in live.items() if isinstance(v, list))
-            parts.append((live, dict(live), lists))
+            for name in live.keys() - names:
+                raise TargetError(
+                    f"explore cannot follow {type(part).__name__}.{name}, which is not there from "
+                    f"the start"
+                )
+            held = tuple((n, copy(v)) for n, v in live.items() if isinstance(v, _CONTAINERS))
+            parts.append((live, dict(live), held))
             for value in live.values():
-                for item in value if isinstance(value, _LISTS) else (value,):
-                    if isinstance(item, Tensor):
+                for _, item in _entries(value):
+                    if item is not None:
                         tensors[id(item)] = item
         player, ledger = self.player, self.player.ledger
         for mine in (player.slots, player.buffers):
@@ -118,18 +132,18 @@ class Stage:
             ledger.in_group,
             dict(player.slots),
             dict(player.buffers),
-            tuple(self.kept()),
+            self.kept(),
         )
 
     def restore(self, saved: Saved) -> None:
         """Go back."""
-        for live, attributes, lists in saved.parts:
+        for live, attributes, held in saved.parts:
             if len(live) != len(attributes):
                 for name in live.keys() - attributes.keys():
                     del live[name]
             live.update(attributes)
-            for name, items in lists:
-                live[name] = items[:]
+            for name, items in held:
+                live[name] = items[:] if type(items) is list else copy(items)
         written = [w for w in saved.tensors if w.tensor._version != w.version]
         for w in written:
             w.tensor.copy_(w.content)
@@ -143,28 +157,27 @@ class Stage:
         player.slots = dict(saved.slots)
         player.buffers = dict(saved.buffers)
 
-    def kept(self) -> Iterator[str]:
-        """Yield the nodes whose buffer shares storage with something the allocator holds."""
-        if self.player.buffers:
-            held = {place for _, _, value in self._queues() for place in map(_storage, value)}
-            for name, buffer in self.player.buffers.items():
-                if _storage(buffer) in held:
-                    yield name
+    def kept(self) -> dict[str, int]:
+        """Return the nodes whose buffer shares storage with what the allocator holds: lengths."""
+        buffers = self.player.buffers
+        if not buffers:
+            return {}
+        entries = (entry for _, _, entries in self._queues() for entry in entries)
+        held = {_storage(item) for _, item in entries if item is not None}
+        return {name: len(b) for name, b in buffers.items() if _storage(b) in held}
 
-    def _queues(self) -> Iterator[tuple[int, str, list[Tensor]]]:
+    def _queues(self) -> Iterator[tuple[int, str, list[_Entry]]]:
+        """Yield what is queued: which part, which attribute, its entries."""
         for live, i, name in self._attributes:
             value = live[name]
             kind = type(value)
             if kind is bool or kind is int or value is None:
                 continue
-            if kind in _LISTS:
-                if value:
-                    yield i, name, [item for item in value if isinstance(item, Tensor)]
-            elif isinstance(value, Tensor):
-                yield i, name, [value]
+            if kind not in _CONTAINERS or value:
+                yield i, name, _entries(value)
         for live, i, name, start in self._constants:
             if live[name].tolist() != start:
-                yield i, name, [live[name]]
+                yield i, name, _entries(live[name])
 
     def key(self) -> bytes:
         """Return 16 bytes that are equal for states that differ in names and page numbers only.
@@ -187,10 +200,7 @@ class Stage:
         size = self.allocator.page_size
         state = self.allocator.state()
         mapping: list[int] = state.mapping.tolist()
-        queues = [
-            (i, name, [tensor.tolist() for tensor in items], items)
-            for i, name, items in self._queues()
-        ]
+        queues = list(self._queues())
         text: list[int] = [ledger.in_group]
         for live, _, name in self._attributes:
             value = live[name]
@@ -219,14 +229,14 @@ class Stage:
                 if page not in rows:
                     rows.add(page)
                     mapped += size - row.count(0)
-        for i, name, lists, items in queues:
+        for i, name, entries in queues:
             text += (-3, i, len(name))
             kind = self.kinds.get((i, name))
-            for values, item in zip(lists, items, strict=True):
+            for values, item in entries:
                 text.append(-4)
                 text += _renamed(values, kind, full, swa, size)
                 for other, buffer in player.buffers.items():
-                    if _storage(buffer) == _storage(item):
+                    if item is not None and _storage(buffer) == _storage(item):
                         text += (-5, order.index(other))
         if len(mapping) - mapping.count(0) != mapped + 1 or mapping[-1] != -1:
             for place, slot in enumerate(mapping):  # entries of pages that nobody holds
@@ -249,9 +259,9 @@ class Stage:
         full: dict[int, int] = {}
         swa: dict[int, int] = {}
         place = 0
-        for i, name, lists, _ in queues:
+        for i, name, entries in queues:
             kind = self.kinds.get((i, name))
-            for values in lists:
+            for values, _ in entries:
                 place += 1
                 if kind in (FULL_SLOT, FULL_PAGE):
                     for page in _pages(values, kind == FULL_SLOT, size):
@@ -262,9 +272,25 @@ class Stage:
         return full, swa
 
 
-_LISTS = (list, tuple)
+_CONTAINERS = (list, tuple, dict, set, deque)
+_Entry = tuple[list[int], Tensor | None]  # numbers, and the tensor that they are in, if any
 # written out as pages, not as attributes
 _ENCODED = frozenset({"full_to_swa_index_mapping", "free_pages", "release_pages", "_mapping"})
+
+
+def _entries(value: Any) -> list[_Entry]:
+    """Return the numbers in an attribute, entry by entry, however it holds them."""
+    if type(value) is list:
+        return [entry for item in value for entry in _entries(item)]
+    if isinstance(value, Tensor):
+        return [(value.tolist() if value.dim() == 1 else value.reshape(-1).tolist(), value)]
+    if isinstance(value, int):
+        return [([value], None)]
+    if isinstance(value, dict):
+        value = [item for pair in value.items() for item in pair]
+    if isinstance(value, _CONTAINERS):
+        return [([len(value)], None), *(entry for item in value for entry in _entries(item))]
+    return []
 
 
 def _copies(nodes: Any) -> tuple[tuple[str, Node], ...]:
@@ -370,11 +396,10 @@ def queue_kinds(make: Callable[[int, int], Allocator], page_size: int) -> Kinds:
         for _ in range(2):  # before and after a write to the mapping
             for i, part in enumerate(allocator.parts()):
                 for name, value in vars(part).items():
-                    if isinstance(value, _LISTS):
-                        for item in value:
-                            if isinstance(item, Tensor) and item.numel():
-                                found = _kind_of(set(item.tolist()), ranges)
-                                seen.setdefault((i, name), set()).add(found)
+                    for numbers, item in _entries(value) if isinstance(value, list) else ():
+                        if item is not None and numbers:
+                            found = _kind_of(set(numbers), ranges)
+                            seen.setdefault((i, name), set()).add(found)
             allocator.point(node, others)
     return {queue: kinds.pop() for queue, kinds in seen.items() if len(kinds) == 1}
 
