@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -23,6 +23,7 @@ EFFORT = settings(
     max_examples=600,
     stateful_step_count=12,
     derandomize=True,
+    phases=(Phase.generate,),  # that it fails is enough, how need not be short
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),
