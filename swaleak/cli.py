@@ -44,6 +44,13 @@ class Format(StrEnum):
     json = "json"
 
 
+class Contract(StrEnum):
+    """Which operations are legal."""
+
+    production = "production"
+    latent = "latent"
+
+
 Names = Annotated[
     list[str] | None,
     typer.Argument(
@@ -389,6 +396,104 @@ def export(
         write_text(text, output)
 
 
+@app.command()
+def explore(
+    on: On = "auto",
+    patch: Patches = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            metavar="NAME",
+            help="shipped, eager, deferred, enqueue or barrier. Default: shipped; deferred on the "
+            "built-in model, which ships nothing.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes", min=1, max=64, help="Nodes that live at once. Default: 3; 8 with --random."
+        ),
+    ] = None,
+    depth: Annotated[
+        int, typer.Option("--depth", min=1, max=64, help="Operations in an order, at most.")
+    ] = 8,
+    contract: Annotated[
+        Contract, typer.Option("--contract", help="Which operations are legal.")
+    ] = Contract.production,
+    page_size: PageSizes = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "cpu",
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Do not stop at a failure: one order for each way."),
+    ] = False,
+    at_random: Annotated[
+        bool, typer.Option("--random", help="Long random scripts, shrunk, in place of every order.")
+    ] = False,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, max=100_000, help="--random: operations a script.")
+    ] = 200,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="--random: seed of the first.")] = 0,
+    scripts: Annotated[
+        int, typer.Option("--scripts", min=1, help="--random: how many, a seed each.")
+    ] = 100,
+    shard: Annotated[
+        str, typer.Option("--shard", metavar="I/N", help="Do part I of N: seeds, or first orders.")
+    ] = "1/1",
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="FILE", help="Write the failure as a scenario (.toml)."),
+    ] = None,
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Try every legal order of operations, and show the shortest that fails.
+
+    Exit code 0: none fails. 1: one does. 130: interrupted; what was tried by then is shown.
+    """
+    _check_output(output)
+    if save is not None:
+        from swaleak.report.files import check_scenario
+
+        check_scenario(save)
+    from swaleak.search.survey import shard_of
+
+    part = shard_of(shard)
+    targets = _open(on, device, patch)
+    target = targets[-1]
+    from swaleak.report.explore import ProgressLine, explore_report
+    from swaleak.search.legal import Rules
+    from swaleak.search.survey import AtRandom, Exhaustive, Where, has_segments, survey
+    from swaleak.target import strategy_of
+
+    ships = "shipped" in target.strategies()
+    name = strategy_of(strategy or ("shipped" if ships else "deferred"))
+    segments = has_segments(target, name)
+    plan: AtRandom | Exhaustive
+    if at_random:
+        rules = Rules(contract.value, nodes or 8, pages=3, segments=segments, growth=True)
+        plan = AtRandom(steps, seed, scripts)
+    else:
+        rules = Rules(contract.value, nodes or 3, segments=segments)
+        plan = Exhaustive(depth, every)
+    surveys = []
+    with ProgressLine() as line:
+        for size in dict.fromkeys(page_size or [1]):
+            surveys.append(survey(Where(target, name, size, rules, part), plan, line.show))
+            if surveys[-1].interrupted:
+                break
+    failed = [found for found in surveys if found.witnesses]
+    if save is not None and failed:
+        from swaleak.report.files import write_text
+        from swaleak.script.write import to_toml
+
+        write_text(to_toml(failed[0].scenario()), save)
+    interrupted = any(found.interrupted for found in surveys)
+    report = explore_report(_about([target]), surveys)
+    _finish(report, format, output, 130 if interrupted else None)
+
+
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -538,10 +643,10 @@ def _check_output(output: Path | None) -> None:
         check_ending(output)
 
 
-def _finish(report: Report, format: Format, output: Path | None) -> None:
-    """Print the report, write it if asked to, and leave with its exit code."""
+def _finish(report: Report, format: Format, output: Path | None, code: int | None = None) -> None:
+    """Print the report, write it if asked to, and leave with its exit code, or with ``code``."""
     _print(report, format, output)
-    raise typer.Exit(0 if report.ok else 1)
+    raise typer.Exit(code if code is not None else 0 if report.ok else 1)
 
 
 def _print(report: Report, format: Format, output: Path | None) -> None:

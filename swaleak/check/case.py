@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from swaleak.check.replay import Run, replay
 from swaleak.errors import ScriptError, UsageError
+from swaleak.script import ops
+from swaleak.script.ops import Op
 from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Known, Outcome, Scenario
 from swaleak.target import Sizes, Target
 
@@ -108,7 +110,7 @@ def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:
     """Return the pools a scenario asks for, and room for what ``repeat`` rounds can leak."""
     if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise UsageError(f"page size {page_size}: must be from 1 to {MAX_PAGE_SIZE}")
-    asked = sum(getattr(op, "pages", 0) for op in scenario.steps) if repeat > 1 else 0
+    asked = sum(_asked(op, page_size) for op in scenario.steps) if repeat > 1 else 0
     spare = (repeat - 1) * asked
     full, swa = scenario.full_pages + spare, scenario.swa_pages + spare
     if max(full, swa) * page_size > MAX_SLOTS:
@@ -117,3 +119,10 @@ def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:
             f"{MAX_SLOTS} slots a pool"
         )
     return Sizes(full, swa, page_size)
+
+
+def _asked(op: Op, page_size: int) -> int:
+    """Return how many pages an operation may take."""
+    if isinstance(op, ops.Extend | ops.Decode):
+        return -(-getattr(op, "tokens", 1) // page_size)
+    return getattr(op, "pages", 0)

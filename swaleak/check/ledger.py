@@ -56,14 +56,16 @@ class Ledger:
             case ops.Alloc(name) | ops.AllocTail(name):
                 if name in self.nodes or name in self.ghosts:
                     raise ScriptError(f"node {name!r} is allocated already")
-                if self.ghosts:
-                    ghost = next(iter(self.ghosts))
-                    raise ScriptError(
-                        f"the SWA pages of {ghost!r} hang on full slots that are free; "
-                        f"free_swa it before anything is allocated"
-                    )
+                self._no_ghost()
                 if isinstance(op, ops.AllocTail) and self.page_size == 1:
                     raise ScriptError("alloc_tail needs a page size above 1")
+            case ops.Extend(name) if name not in self.nodes:
+                self.check(ops.Alloc(name))
+            case ops.Extend(name) | ops.Decode(name):
+                node = self._node(name, op)
+                if node.slots % self.page_size and node.swa[-1] is None:
+                    raise ScriptError(f"{op.key} {name}: its last page has no SWA peer to go on in")
+                self._no_ghost()
             case ops.FreeOp(name, part):
                 node = self._holder(name, op)
                 pages = self.pages_of(node, part)
@@ -85,7 +87,8 @@ class Ledger:
     def allocated(self, name: str, node: Node) -> None:
         """Enter what an allocation handed out."""
         self.nodes[name] = node
-        self.freed.pop(name, None)
+        taken = set(node.full)  # what was freed and is handed out again is nobody's to adopt
+        self.freed = {k: v for k, v in self.freed.items() if k != name and taken.isdisjoint(v.full)}
 
     def knows(self, name: str) -> bool:
         """Whether any of its pages may still be named."""
@@ -155,6 +158,14 @@ class Ledger:
             node.slots += partly - self.page_size
         node.full = [node.full[i] for i in kept]
         node.swa = [node.swa[i] for i in kept]
+
+    def _no_ghost(self) -> None:
+        if self.ghosts:
+            ghost = next(iter(self.ghosts))
+            raise ScriptError(
+                f"the SWA pages of {ghost!r} hang on full slots that are free; "
+                f"free_swa it before anything is allocated"
+            )
 
     def _node(self, name: str, op: Op | ops.FreeOp) -> Node:
         if name not in self.nodes:

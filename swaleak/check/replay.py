@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +28,12 @@ class Allocator(Audited, Protocol):
 
     def alloc_tail(self, pages: int, tail: int) -> Tensor | None:
         """Allocate full pages, with peers for the last ``tail`` of them only."""
+
+    def extend(self, prefix: int, last: Tensor | None, tokens: int) -> Tensor | None:
+        """Grow a request of ``prefix`` tokens, the last of them in slot ``last``; new slots."""
+
+    def decode(self, prefix: int, last: Tensor) -> Tensor | None:
+        """Grow it by one token."""
 
     def alloc_swa(self, pages: int) -> Tensor | None:
         """Allocate SWA pages only; SWA slots."""
@@ -271,6 +278,26 @@ class Player:
             name, Node(self._pages(first), self._peers(first), slots=full.numel())
         )
 
+    def _extend(self, op: ops.Extend | ops.Decode) -> None:
+        size = self.ledger.page_size
+        node = self.ledger.nodes.get(op.node) or Node([], [], 0)
+        tokens = op.tokens if isinstance(op, ops.Extend) else 1
+        pages = -(-(node.slots + tokens) // size) - len(node.full)
+        self._room(op, pages, pages)
+        before = self.slots.get(op.node) if node.slots else None
+        last = None if before is None else before[-1:]
+        if isinstance(op, ops.Decode):
+            assert last is not None
+            more = self.allocator.decode(node.slots, last)
+        else:
+            more = self.allocator.extend(node.slots, last, tokens)
+        if more is None:
+            raise Starved
+        slots = self.slots[op.node] = more if before is None else torch.cat((before, more))
+        first = slots[len(node.full) * size :: size]
+        full, swa = node.full + self._pages(first), node.swa + self._peers(first)
+        self.ledger.allocated(op.node, Node(full, swa, node.slots + tokens))
+
     def _pages(self, slots: Tensor) -> list[int]:
         pages: list[int] = (slots // self.allocator.page_size).tolist()
         return pages
@@ -341,6 +368,8 @@ class Player:
 _CALLS: dict[type[Any], Callable[[Player, Any], list[int | None] | None]] = {
     ops.Alloc: Player._alloc,
     ops.AllocTail: Player._alloc_tail,
+    ops.Extend: Player._extend,
+    ops.Decode: Player._extend,
     **dict.fromkeys(ops.FREES, Player._free),
     ops.Recover: Player._recover,
     ops.Adopt: Player._adopt,
@@ -351,34 +380,44 @@ _CALLS: dict[type[Any], Callable[[Player, Any], list[int | None] | None]] = {
     ops.Expect: Player._expect,
 }
 
-Fingerprint = dict[tuple[int, str], tuple[object, ...]]
+Fingerprint = list[tuple[object, int]]
 
 
 def fingerprint(allocator: Allocator) -> Fingerprint:
     """Return something that is the same as long as nothing in the allocator has been written.
 
-    Costs no copy and no synchronisation: tensors are told by identity and version counter.
+    Costs no copy and no synchronisation: tensors are told by identity and version counter, and
+    whatever a part keeps in lists, dicts or sets is looked at one by one.
     """
-    marks: Fingerprint = {}
-    for i, part in enumerate(allocator.parts()):
+    marks: Fingerprint = []
+    for part in allocator.parts():
         for name, value in vars(part).items():
-            if isinstance(value, Tensor):
-                marks[i, name] = (value, value._version)
-            elif isinstance(value, (list, tuple)):
-                marks[i, name] = (*value,)
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                marks[i, name] = (value,)
+            marks.append((name, 0))
+            _mark(value, marks)
     return marks
+
+
+def _mark(value: object, marks: Fingerprint) -> None:
+    if isinstance(value, Tensor):
+        marks.append((value, value._version))
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        marks.append((None, len(value)))
+        for item in value:
+            _mark(item, marks)
+    elif isinstance(value, dict):
+        marks.append((None, len(value)))
+        for key, item in value.items():
+            marks.append((key, 0))
+            _mark(item, marks)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        marks.append((value, 0))
 
 
 def unchanged(before: Fingerprint, after: Fingerprint) -> bool:
     """Whether two fingerprints are of one state."""
-    return before.keys() == after.keys() and all(
-        len(mark) == len(after[key])
-        and all(
-            a is b or (type(a) is int and a == b) for a, b in zip(mark, after[key], strict=True)
-        )
-        for key, mark in before.items()
+    return len(before) == len(after) and all(
+        (a is b or (not isinstance(a, Tensor) and a == b)) and m == n
+        for (a, m), (b, n) in zip(before, after, strict=True)
     )
 
 

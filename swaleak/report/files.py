@@ -79,6 +79,14 @@ def check_ending(path: Path) -> None:
         raise UsageError(f"-o {path}: there is no folder {path.parent}")
 
 
+def check_scenario(path: Path) -> None:
+    """Raise ``UsageError`` for a path that no scenario can be saved to, before any work is done."""
+    if path.suffix.lower() != ".toml":
+        raise UsageError(f"--save {path}: a scenario is a .toml file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--save {path}: there is no folder {path.parent}")
+
+
 def write(report: Report, path: Path) -> None:
     """Write ``report`` beside ``path`` and rename it into place."""
     write_text(FORMATS[path.suffix.lower()](report), path)

@@ -51,6 +51,23 @@ class AllocTail:
 
 
 @dataclass(frozen=True, slots=True)
+class Extend:
+    """Grow ``node`` by ``tokens`` slots with ``alloc_extend``; one that is not there is new."""
+
+    key: ClassVar[str] = "extend"
+    node: str
+    tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Grow ``node`` by one slot with ``alloc_decode``."""
+
+    key: ClassVar[str] = "decode"
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class FreeOp:
     """A free of a node, or of a part of it."""
 
@@ -158,6 +175,8 @@ class Expect:
 Op = (
     Alloc
     | AllocTail
+    | Extend
+    | Decode
     | Free
     | FreeSwa
     | FreeFull
@@ -192,8 +211,10 @@ def describe(op: Op) -> str:
         case Expect(physical, mapped):
             wants = {"physical": physical, "mapped": mapped}
             return "expect " + ", ".join(f"{k} {v}" for k, v in wants.items() if v is not None)
-        case LoadBack(node):
-            return f"load_back {node}"
+        case Extend(node, tokens):
+            return f"extend {node}, {tokens} tokens"
+        case LoadBack(node) | Decode(node):
+            return f"{op.key} {node}"
         case Recover() | Adopt() | Replace() | Overwrite():
             return f"{op.key} {op.node} from {op.source}"
         case _:

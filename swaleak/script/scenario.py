@@ -351,6 +351,10 @@ def _alloc_tail(reader: _Reader, place: str, step: dict[str, Any]) -> Op:
     return ops.AllocTail(reader.name(place, step["alloc_tail"]), pages, tail)
 
 
+def _extend(reader: _Reader, place: str, step: dict[str, Any]) -> Op:
+    return ops.Extend(reader.name(place, step["extend"]), reader.count(place, step, "tokens"))
+
+
 def _group(reader: _Reader, place: str, step: dict[str, Any]) -> Op:
     return ops.Group(reader.choice(f"{place}: group", step["group"], ("begin", "end")))
 
@@ -359,6 +363,8 @@ def _group(reader: _Reader, place: str, step: dict[str, Any]) -> Op:
 _STEPS: dict[str, tuple[_Build, tuple[str, ...]]] = {
     "alloc": (_alloc, ("pages",)),
     "alloc_tail": (_alloc_tail, ("pages", "tail")),
+    "extend": (_extend, ("tokens",)),
+    "decode": (lambda r, at, step: ops.Decode(r.name(at, step["decode"])), ()),
     **{kind.key: _free(kind) for kind in ops.FREES},
     **{kind.key: _pair(kind) for kind in ops.PAIRS},
     "load_back": (lambda r, at, step: ops.LoadBack(r.name(at, step["load_back"])), ()),

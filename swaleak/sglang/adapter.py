@@ -57,6 +57,30 @@ class Driver:
         )
         return cast("Tensor | None", full)
 
+    def extend(self, prefix: int, last: Tensor | None, tokens: int) -> Tensor | None:
+        """``alloc_extend`` for one request; ``alloc`` at page size 1, as SGLang's scheduler does.
+
+        ``last``: int64[1], slot of its last token, None for a request without a prefix.
+        """
+        if self.page_size == 1:
+            return cast("Tensor | None", self.allocator.alloc(tokens))
+        device = self.state().mapping.device
+        before, after = torch.tensor([prefix]), torch.tensor([prefix + tokens])
+        if last is None:
+            last = torch.tensor([-1], device=device)
+        full = self.allocator.alloc_extend(
+            before.to(device), before, after.to(device), after, last, tokens
+        )
+        return cast("Tensor | None", full)
+
+    def decode(self, prefix: int, last: Tensor) -> Tensor | None:
+        """``alloc_decode`` for one request of ``prefix`` tokens; ``alloc`` at page size 1."""
+        if self.page_size == 1:
+            return cast("Tensor | None", self.allocator.alloc(1))
+        after = torch.tensor([prefix + 1])
+        full = self.allocator.alloc_decode(after.to(last.device), after, last)
+        return cast("Tensor | None", full)
+
     def alloc_swa(self, pages: int) -> Tensor | None:
         """``swa_attn_allocator.alloc``: SWA slots that nothing maps to yet."""
         return cast("Tensor | None", self.swa_pool.alloc(pages * self.page_size))

@@ -1,0 +1,247 @@
+"""What a search found, what it tried, and what that leaves open; and a line while it runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TextIO
+
+from swaleak.report.tables import About, Cell, Grid, Report, Section, tell, violations_json
+from swaleak.script.ops import describe
+from swaleak.search.explore import Coverage, Progress
+from swaleak.search.fuzz import Played, Tried
+from swaleak.search.survey import Survey
+from swaleak.search.witness import Owners, Witness
+
+EVERY = 0.1  # seconds between two looks at the progress line
+CLEAR = "\r\x1b[2K"
+
+
+class ProgressLine:
+    """One line on a terminal that says how far a search is, and is gone afterwards.
+
+    Where ``file`` is no terminal, nothing is written.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self.file = file or sys.stderr
+        self.shown = self.file.isatty()
+        self.last = 0.0
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self.shown:
+            self.file.write(CLEAR)
+            self.file.flush()
+
+    def show(self, progress: Progress | Played) -> None:
+        """Show how far the search is, if that was not done a moment ago."""
+        now = time.monotonic()
+        if self.shown and now - self.last >= EVERY:
+            self.last = now
+            self.file.write(CLEAR + progress_text(progress)[:79])
+            self.file.flush()
+
+
+def progress_text(progress: Progress | Played) -> str:
+    """Return the line, without its end."""
+    if isinstance(progress, Progress):
+        rate = progress.transitions / max(progress.seconds, 1e-9)
+        return (
+            f"depth {progress.depth}: {progress.states:,} states, "
+            f"{progress.transitions:,} transitions, {rate:,.0f}/s"
+        )
+    rate = progress.operations / max(progress.seconds, 1e-9)
+    return f"{progress.scripts:,} scripts, {progress.operations:,} operations, {rate:,.0f}/s"
+
+
+def explore_report(about: About, surveys: Sequence[Survey]) -> Report:
+    """One section a page size: what fails, step by step, and what was tried."""
+    sections = [Section("", None, about.notes)] if about.notes else []
+    for survey in surveys:
+        sections += [_witness_section(survey, number) for number in range(len(survey.witnesses))]
+        sections.append(Section("" if survey.witnesses else _title(survey), None, _covered(survey)))
+    ok = not any(survey.witnesses for survey in surveys)
+    body = {"results": [_survey_json(survey) for survey in surveys]}
+    return Report("explore", ok, about.header, tuple(sections), body, about.torch, about.device)
+
+
+def _title(survey: Survey) -> str:
+    where = survey.where
+    return f"{where.strategy}, page size {where.page_size}, {where.rules.contract} contract"
+
+
+def _witness_section(survey: Survey, number: int) -> Section:
+    found = survey.witnesses[number]
+    run = found.run
+    rows = tuple(
+        (
+            Cell(str(at)),
+            Cell(describe(step.op)),
+            Cell(str(step.audit.physical)),
+            Cell(str(step.audit.mapped)),
+            Cell(_owners(found.owners[at - 1]) if at <= len(found.owners) else "(raised)"),
+        )
+        for at, step in enumerate(run.steps, start=1)
+    )
+    grid = Grid(
+        ("step", "operation", "physical", "mapped", "owners, full>SWA page"),
+        rows,
+        frozenset({"step", "physical", "mapped"}),
+    )
+    said = [tell(violation) for violation in run.audit.violations]
+    if run.raised:
+        said.append(f"step {run.failed_at} raised {run.raised}")
+    lines = [f"{run.verdict}: {'; '.join(said)}"]
+    lines += [f"{missing} is not there, done as {done}" for missing, done in run.substituted]
+    scenario = survey.known[number]
+    lines.append(
+        f"In the catalogue: {scenario}." if scenario else "No scenario of the catalogue is this."
+    )
+    return Section(f"{_title(survey)}: {_how_short(survey, found)}", grid, tuple(lines))
+
+
+def _how_short(survey: Survey, found: Witness) -> str:
+    steps = f"{len(found.order)} operations"
+    if isinstance(survey.covered, Tried):
+        failure = survey.covered.failure
+        assert failure is not None
+        return f"seed {failure.seed} fails, {failure.length} operations shrunk to {steps}"
+    return f"fails after {steps}"
+
+
+def _owners(owners: Owners) -> str:
+    return "  ".join(
+        f"{name} " + " ".join(f"{full}>{'-' if swa is None else swa}" for full, swa in pages)
+        for name, pages in owners.items()
+    )
+
+
+def _covered(survey: Survey) -> tuple[str, ...]:
+    covered, rules = survey.covered, survey.where.rules
+    rate = _rates(covered)
+    lines = (
+        ["Interrupted: what follows is what had been tried by then."] if survey.interrupted else []
+    )
+    if isinstance(covered, Coverage):
+        if not survey.witnesses:
+            bound = (
+                "no order of any length"
+                if covered.exhausted
+                else (f"no order of up to {covered.depth} operations")
+            )
+            lines.append(
+                f"{bound} fails, with up to {rules.nodes} nodes of 1 to {rules.pages} pages."
+            )
+        lines.append(
+            f"{covered.states:,} states, {covered.transitions:,} transitions in "
+            f"{covered.seconds:.1f} s, {rate['transitions_per_second']:,.0f}/s, "
+            f"{covered.bytes_per_state:.0f} bytes a state."
+        )
+        if covered.refused:
+            lines.append(f"{covered.refused:,} transitions were refused and changed nothing.")
+        if covered.split_at is not None:
+            shard = survey.where.shard
+            lines.append(
+                f"Part {shard.index} of {shard.count}: from depth {covered.split_at} on, "
+                f"only its share of the orders."
+            )
+        open_ = "longer orders, more nodes, parts of pages, growing requests (--random)"
+    else:
+        if not survey.witnesses:
+            lines.append(f"none of {covered.scripts:,} random scripts fails.")
+        lines.append(
+            f"{covered.scripts:,} scripts, {covered.operations:,} operations in "
+            f"{covered.seconds:.1f} s, {rate['transitions_per_second']:,.0f}/s."
+        )
+        open_ = "what chance did not come upon"
+    if not survey.witnesses:
+        lines.append(f"Not covered: {open_}, pools that run dry, races between streams.")
+    return tuple(lines)
+
+
+def _rates(covered: Coverage | Tried) -> dict[str, float]:
+    seconds = max(covered.seconds, 1e-9)
+    if isinstance(covered, Tried):
+        return {"transitions_per_second": covered.operations / seconds}
+    return {
+        "transitions_per_second": covered.transitions / seconds,
+        "states_per_second": covered.states / seconds,
+    }
+
+
+def _survey_json(survey: Survey) -> dict[str, Any]:
+    where, covered = survey.where, survey.covered
+    entry: dict[str, Any] = {
+        "target": where.target.name,
+        "strategy": where.strategy,
+        "origin": where.target.origin(where.strategy),
+        "page_size": where.page_size,
+        "contract": where.rules.contract,
+        "nodes": where.rules.nodes,
+        "shard": f"{where.shard.index}/{where.shard.count}",
+        "interrupted": survey.interrupted,
+        "seconds": covered.seconds,
+    }
+    if isinstance(covered, Coverage):
+        entry |= {
+            "states": covered.states,
+            "transitions": covered.transitions,
+            "depth": covered.depth,
+            "exhausted": covered.exhausted,
+            "refused": covered.refused,
+            "dry": covered.dry,
+            "split_at": covered.split_at,
+            "bytes_per_state": covered.bytes_per_state,
+        }
+    else:
+        entry |= {
+            "seed": covered.seed,
+            "scripts": covered.scripts,
+            "operations": covered.operations,
+        }
+        if covered.failure:
+            entry |= {
+                "failing_seed": covered.failure.seed,
+                "failing_length": covered.failure.length,
+            }
+    entry |= _rates(covered)
+    failures = zip(survey.witnesses, survey.known, strict=True)
+    return entry | {"failures": [_witness_json(found, name) for found, name in failures]}
+
+
+def _witness_json(found: Witness, scenario: str | None) -> dict[str, Any]:
+    run = found.run
+    return {
+        "verdict": run.verdict,
+        "physical": run.audit.physical,
+        "mapped": run.audit.mapped,
+        "violations": violations_json(run.audit.violations),
+        "raised": run.raised,
+        "scenario": scenario,
+        "steps": [
+            {
+                "step": at,
+                "op": describe(step.op),
+                "physical": step.audit.physical,
+                "mapped": step.audit.mapped,
+                "owners": {
+                    name: {"full": [f for f, _ in pages], "swa": [s for _, s in pages]}
+                    for name, pages in (
+                        found.owners[at - 1] if at <= len(found.owners) else {}
+                    ).items()
+                },
+                "violations": violations_json(step.audit.violations),
+            }
+            for at, step in enumerate(run.steps, start=1)
+        ],
+    }

@@ -1,0 +1,97 @@
+"""A Hypothesis state machine over the same rules: an independent check of the explorer.
+
+It shares the rules, the player and the judge with it, and nothing of how states are put back,
+told apart or enumerated.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from swaleak.check.audit import audit
+from swaleak.check.replay import Player
+from swaleak.search.explore import Explorer
+from swaleak.search.legal import Rules, legal
+from swaleak.target import Builtin, Sizes, open_target
+
+RULES = Rules(nodes=3)
+EFFORT = settings(
+    max_examples=600,
+    stateful_step_count=12,
+    derandomize=True,
+    phases=(Phase.generate,),  # that it fails is enough, how need not be short
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def machine(target, strategy, page_size):
+    """Return a state machine that drives one target."""
+
+    class Machine(RuleBasedStateMachine):
+        def __init__(self):
+            super().__init__()
+            self.player = Player(target.make(strategy, Sizes(24, 24, page_size)))
+
+        @rule(data=st.data())
+        def operate(self, data):
+            kinds = {}
+            for op in legal(self.player.ledger, RULES):
+                kinds.setdefault(op.key, []).append(op)
+            kind = data.draw(st.sampled_from(list(kinds)))
+            self.player.play(data.draw(st.sampled_from(kinds[kind])))
+
+        @invariant()
+        def owners_agree(self):
+            assert not audit(self.player.allocator, self.player.ledger).violations
+
+    return Machine
+
+
+def fails_by_machine(target, strategy, page_size):
+    try:
+        run_state_machine_as_test(machine(target, strategy, page_size), settings=EFFORT)
+    except AssertionError:
+        return True
+    return False
+
+
+def fails_by_explorer(target, strategy, page_size):
+    def make(full, swa):
+        return target.make(strategy, Sizes(full, swa, page_size))
+
+    explorer = Explorer(make, RULES, 6)
+    for _ in explorer.run():
+        pass
+    return bool(explorer.coverage.failures)
+
+
+def judged(target, strategy, page_size):
+    return (
+        fails_by_machine(target, strategy, page_size),
+        fails_by_explorer(target, strategy, page_size),
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fails"), [("deferred", True), ("enqueue", False), ("barrier", False)]
+)
+def test_both_agree_about_the_model(strategy, fails):
+    assert judged(Builtin("cpu"), strategy, 1) == (fails, fails)
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize(
+    ("strategy", "fails"), [("shipped", True), ("enqueue", False), ("barrier", False)]
+)
+def test_both_agree_about_0_5_18(strategy, fails):
+    folder = os.environ.get("SWALEAK_WHEELS")
+    found = list(Path(folder).glob("sglang-0.5.18-*.whl")) if folder else []
+    if not found:
+        pytest.skip("SWALEAK_WHEELS names no folder with a wheel of SGLang 0.5.18")
+    assert judged(open_target(str(found[0]), "cpu"), strategy, 1) == (fails, fails)
