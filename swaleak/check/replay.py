@@ -116,13 +116,15 @@ def replay(
 
     The allocator is audited after every step outside a group, and whenever it raises; it raising
     ends the run. With ``repeat`` the script runs again on the same allocator, after all nodes
-    that are left have been freed. Raises ``ScriptError`` (with the step) for a step that makes no
-    sense.
+    that are left have been freed; of the rounds between the first and the last one, only steps
+    that expect something are audited, or all if they are kept. Raises ``ScriptError`` (with the
+    step) for a step that makes no sense.
     """
     script = tuple(script)
     overwritten = {op.node for op in script if isinstance(op, ops.Overwrite)}
     judge = _Judge(Player(allocator, overwritten), keep_steps)
     for played in range(1, repeat + 1):
+        judge.looking = keep_steps or played in (1, repeat)
         if played > 1 and not judge.tidy():
             break
         if not judge.play(script):
@@ -136,8 +138,9 @@ class _Judge:
     def __init__(self, player: Player, keep_steps: bool) -> None:
         self.player = player
         self.keep_steps = keep_steps
+        self.looking = True
         self.steps: list[Step] = []
-        self.unmet: list[str] = []
+        self.unmet: dict[tuple[int, str], str] = {}
         self.audit = audit(player.allocator, player.ledger)
         self.first_bad: tuple[int, Audit] | None = None
         self.raised: tuple[int, str, bool] | None = None
@@ -153,6 +156,7 @@ class _Judge:
                 raise ScriptError(f"step {number}: {error}") from None
             except Starved:
                 self.starved = True
+                self._look(number, op)
                 if self.first_bad is None:
                     raise ScriptError(
                         f"step {number}: {describe(op)}: the pool is too small, pages that wait "
@@ -164,7 +168,8 @@ class _Judge:
                 same = unchanged(before, fingerprint(self.player.allocator))
                 self.raised = (number, _one_line(error), same)
                 return False
-            self._look(number, op)
+            if self.looking or isinstance(op, ops.Expect):
+                self._look(number, op)
         return True
 
     def tidy(self) -> bool:
@@ -184,7 +189,8 @@ class _Judge:
             for name in ("physical", "mapped"):
                 wanted, there = getattr(op, name), getattr(self.audit, name)
                 if wanted is not None and wanted != there:
-                    self.unmet.append(f"step {number} expects {name} {wanted}, found {there}")
+                    said = f"step {number} expects {name} {wanted}, found {there}"
+                    self.unmet.setdefault((number, name), said)
 
     def run(self, played: int) -> Run:
         """Return the outcome: what was lost first, then what was raised."""
@@ -201,7 +207,7 @@ class _Judge:
             audit=self.audit if self.audit.violations or self.raised else bad,
             failed_at=bad_step,
             raised=raised,
-            unmet=tuple(self.unmet),
+            unmet=tuple(self.unmet.values()),
             starved=self.starved,
             repeats=played,
             substituted=tuple(self.player.allocator.substituted.items()),

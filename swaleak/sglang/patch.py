@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from swaleak.errors import UsageError
@@ -75,7 +76,7 @@ def split(diff: str) -> Iterator[FilePatch]:
     """Yield a unified diff file by file; what stands around it (mail headers) is dropped."""
     lines = diff.splitlines(keepends=True)
     starts = list(_starts(lines))
-    for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
+    for start, stop in pairwise([*starts, len(lines)]):
         chunk = lines[start:stop]
         path = _path_of(chunk)
         if path:
