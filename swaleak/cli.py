@@ -16,11 +16,14 @@ import typer
 from swaleak import __version__
 from swaleak.errors import SwaleakError, UsageError
 from swaleak.script import scenario as scenarios
+from swaleak.script import tree as trees
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
     from swaleak.report.tables import Report
     from swaleak.script.scenario import Scenario
+    from swaleak.script.tree import TreeScenario
+    from swaleak.sglang.tree import Caches
     from swaleak.target import Target
 
 app = typer.Typer(
@@ -110,11 +113,23 @@ def repro(
     Exit code 0: it came out as the scenario declares. 1: it did not.
     """
     _check_output(output)
-    chosen = [scenarios.load(name) for name in names or [scenarios.DEFAULT]]
+    chosen = [
+        scenarios.load(name) for name in names or [scenarios.DEFAULT] if not trees.is_tree(name)
+    ]
+    chosen_trees = [trees.load(name) for name in names or [] if trees.is_tree(name)]
+    if chosen_trees and repeat > 1:
+        raise UsageError("--repeat is for an allocator's scenarios, not for a cache's")
     target = _open(on, device)
+    caches = _caches(target) if chosen_trees else None
     from swaleak.report.tables import repro_report
 
     cases = [
+        case
+        for tree in chosen_trees
+        for name in _strategies(target, strategy)
+        for case in _tree_cases(tree, caches, target, name, page_size, steps=steps)
+    ]
+    cases += [
         case
         for scenario in chosen
         for name in _strategies(target, strategy)
@@ -148,9 +163,17 @@ def verify(
         for name in _strategies(target, None)
         for case in _cases(scenario, target, name, _sizes_of(scenario, page_size))
     ]
+    caches, note = _caches_or_why_not(target)
+    cases += [
+        case
+        for tree in trees.catalogue()
+        for name in _strategies(target, None)
+        for case in _tree_cases(tree, caches, target, name, page_size)
+    ]
     if not cases:
         raise UsageError("no scenario runs at this page size; `swaleak list` shows which do")
-    _finish(verify_report(_header(target), cases, **_where(target)), format, output)
+    report = verify_report(_header(target), cases, **_where(target))
+    _finish(report.with_line(note) if note else report, format, output)
 
 
 @app.command("list")
@@ -245,6 +268,50 @@ def _cases(
         run_case(scenario, target, strategy, size, keep_steps=steps, repeat=repeat)
         for size in page_sizes
     ]
+
+
+def _caches(target: Target) -> Caches:
+    """Return the caches of the installed SGLang; raises ``UsageError`` for any other target."""
+    if not getattr(target, "is_installed", False):
+        raise UsageError(
+            f"{trees.PREFIX}… drives the caches of an installed SGLang, not {target.name}; "
+            f"use --on installed"
+        )
+    from swaleak.sglang.tree import Caches
+
+    return Caches(target.device)
+
+
+def _caches_or_why_not(target: Target) -> tuple[Caches | None, str]:
+    """Return the caches, if the target has any, and the line that says what was left out."""
+    try:
+        caches = _caches(target)
+    except SwaleakError as error:
+        reason = (
+            "they need the installed SGLang, --on installed"
+            if isinstance(error, UsageError)
+            else str(error)
+        )
+        return None, f"Left out: the scenarios of the radix caches, {trees.PREFIX}…; {reason}."
+    why = "; ".join(f"{cache}: {reason}" for cache, reason in caches.left_out.items())
+    return caches, f"Left out: {why}." if why else ""
+
+
+def _tree_cases(
+    scenario: TreeScenario,
+    caches: Caches | None,
+    target: Target,
+    strategy: str,
+    page_size: list[int] | None,
+    *,
+    steps: bool = False,
+) -> list[Case]:
+    if caches is None:
+        return []
+    from swaleak.check.trees import tree_cases
+
+    sizes = _sizes_of(scenario.about, page_size)
+    return tree_cases(scenario, caches, target, strategy, sizes, keep_steps=steps)
 
 
 def _where(target: Target) -> dict[str, str]:

@@ -82,8 +82,9 @@ class Builtin:
 class SGLang:
     """SGLang's own allocator class, untouched or with a strategy grafted on it."""
 
-    def __init__(self, tree: source.SourceTree, device: str) -> None:
+    def __init__(self, tree: source.SourceTree, device: str, *, is_installed: bool = False) -> None:
         self.tree = tree
+        self.is_installed = is_installed
         self.name = tree.label
         self.version = tree.version
         self.device = device
@@ -136,7 +137,7 @@ def open_target(name: str, device: str) -> Target:
     if name == "builtin":
         return Builtin(device)
     if name == "installed":
-        return SGLang(source.from_installed(), device)
+        return SGLang(source.from_installed(), device, is_installed=True)
     path = Path(name)
     if path.is_dir():
         return SGLang(source.from_folder(path), device)

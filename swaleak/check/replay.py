@@ -13,7 +13,7 @@ from swaleak.check.audit import Audit, Audited, audit
 from swaleak.check.ledger import Ledger, Node
 from swaleak.errors import ScriptError
 from swaleak.script import ops
-from swaleak.script.ops import Op, describe
+from swaleak.script.ops import Op, TreeOp, describe
 
 
 class Allocator(Audited, Protocol):
@@ -75,7 +75,7 @@ class Allocator(Audited, Protocol):
 class Step:
     """One step of a run: what was done, and what the audit then said."""
 
-    op: Op
+    op: Op | TreeOp
     audit: Audit
     in_group: bool
 
