@@ -13,7 +13,7 @@ from typing import Any
 
 from swaleak.errors import ScriptError, unknown
 from swaleak.script.ops import Expect, Group, TreeOp
-from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, _Reader, Scenario, folder, read_text
+from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Scenario, _Reader, folder, read_text
 
 PREFIX = "tree/"
 CACHES = ("swa", "unified")

@@ -45,7 +45,7 @@ class Caches:
             warnings.simplefilter("ignore")
             try:
                 import_module("sglang.srt.plugins").load_plugins()
-                self._allocator: type[Any] = _name(f"{MEM_CACHE}.allocator.swa", ALLOCATOR)
+                self.allocator: type[Any] = _name(f"{MEM_CACHE}.allocator.swa", ALLOCATOR)
                 self._pool = _name(f"{MEM_CACHE}.swa_memory_pool", "SWAKVPool")
                 self._params = _name(f"{MEM_CACHE}.cache_init_params", "CacheInitParams")
                 self._key = _name(f"{MEM_CACHE}.radix_cache", "RadixKey")
@@ -75,7 +75,7 @@ class Caches:
     @property
     def repaired_by(self) -> str | None:
         """The strategy that the plugin has grafted on the class in this process, if any."""
-        strategy = getattr(self._make_allocator(self._allocator, 1, 1, 1), "strategy", None)
+        strategy = getattr(self._make_allocator(self.allocator, 1, 1, 1), "strategy", None)
         return strategy.name if isinstance(strategy, Strategy) else None
 
     def make(
@@ -91,7 +91,7 @@ class Caches:
 
         ``full_pages``, ``swa_pages``, ``window``: pages, the pools without their padding page.
         """
-        class_ = self._allocator
+        class_ = self.allocator
         if strategy is not None:
             class_ = graft(class_, STRATEGIES[strategy])
         allocator = self._make_allocator(class_, full_pages, swa_pages, page_size)

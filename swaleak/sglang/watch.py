@@ -1,0 +1,148 @@
+"""Watches a live allocator from outside: which calls reach it, and from where.
+
+``watched`` makes a subclass whose instances tell hooks of every outermost call that a hook asked
+for, to the hybrid allocator or to one of its two pools. Hooks cannot disturb the server: whatever
+one raises is logged once, and then none is called any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+logger = logging.getLogger("swaleak")
+
+Before = Callable[[tuple[Any, ...], dict[str, Any]], None]
+After = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
+
+# calls of the hybrid allocator by what they do; a release that lacks one is not told of it
+ALLOCS = ("alloc", "alloc_extend", "alloc_extend_swa_tail", "alloc_decode")
+FREES = ("free", "free_swa", "free_segment", "free_swa_segment")
+FULL_FREES = ("free_full", "free_full_segment")
+POINTS = ("set_full_to_swa_mapping", "clear_full_to_swa_mapping")
+RESETS = ("clear", "resize")
+# frees that stand for others, such as free_page_ids, are made inside a call of the allocator
+POOL_CALLS = ("full.alloc", "full.free", "swa.alloc", "swa.free")
+
+
+class Place(NamedTuple):
+    """Where a call came from: the first caller outside SGLang's allocator package."""
+
+    code: CodeType
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename}:{self.line} ({self.code.co_qualname})"
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Which hooks to call for which call, ``free_swa`` or ``full.free``.
+
+    Tensors in ``args`` are the caller's: they may be overwritten when the call has returned.
+    """
+
+    before: dict[str, list[Before]] = field(default_factory=dict)
+    after: dict[str, list[After]] = field(default_factory=dict)
+    inside: bool = False
+
+    def add(self, names: Iterable[str], before: Before | None, after: After | None = None) -> None:
+        """Call ``before``, ``after`` or both for these calls."""
+        for name in names:
+            self.before.setdefault(name, []).extend([before] if before else [])
+            self.after.setdefault(name, []).extend([after] if after else [])
+
+    def fail(self) -> None:
+        """Give up, and leave the server alone."""
+        self.before, self.after = {}, {}
+        logger.exception("swaleak: watching failed and has stopped; the server is not affected")
+
+
+def watched(base: type[Any], connect: Callable[[Any, Hooks], None]) -> type[Any]:
+    """Return a subclass of ``base``; ``connect(instance, hooks)`` is called for each instance.
+
+    ``connect`` runs when the pools exist, and adds the hooks.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.swaleak = Hooks()
+        base.__init__(self, *args, **kwargs)
+        try:
+            connect(self, self.swaleak)
+            for name in POOL_CALLS:
+                if name in self.swaleak.before:
+                    _tap(self, name)
+        except Exception:
+            self.swaleak.fail()
+
+    members: dict[str, Any] = {"__init__": __init__, "__doc__": base.__doc__}
+    edges = ("free_group_begin", "free_group_end")
+    for name in (*ALLOCS, *FREES, *FULL_FREES, *POINTS, *RESETS, *edges):
+        if hasattr(base, name):
+            members[name] = _told(name, getattr(base, name))
+    return type(f"Watched{base.__name__}", (base,), members)
+
+
+def _told(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls ``original``, and the hooks around it."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks: Hooks = self.swaleak
+        if hooks.inside or name not in hooks.before:
+            return original(self, *args, **kwargs)
+        hooks.inside = True
+        try:
+            try:
+                for before in hooks.before[name]:
+                    before(args, kwargs)
+            except Exception:
+                hooks.fail()
+            result = original(self, *args, **kwargs)
+            try:
+                for after in hooks.after.get(name, ()):
+                    after(args, kwargs, result)
+            except Exception:
+                hooks.fail()
+            return result
+        finally:
+            hooks.inside = False
+
+    return method
+
+
+def _tap(allocator: Any, name: str) -> None:
+    """Let a pool of this instance tell of a call, as ``_told`` does."""
+    owner, _, call = name.partition(".")
+    pool = getattr(allocator, f"{owner}_attn_allocator")
+    bound = getattr(pool, call)
+    told = _told(name, lambda _, *args, **kwargs: bound(*args, **kwargs))
+    setattr(pool, call, told.__get__(allocator))
+
+
+def slots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the slots a call is about, int64[n]: its first argument."""
+    slots: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return slots
+
+
+def place_of(frame: FrameType) -> Place:
+    """Return where a call came from; ``frame``: of whoever called the watched method."""
+    while _inside(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return Place(frame.f_code, frame.f_lineno)
+
+
+_INSIDE: dict[str, bool] = {}
+
+
+def _inside(filename: str) -> bool:
+    known = _INSIDE.get(filename)
+    if known is None:
+        known = filename == __file__ or "/mem_cache/allocator/" in filename.replace("\\", "/")
+        _INSIDE[filename] = known
+    return known
