@@ -13,6 +13,7 @@ is nobody's: ``[0, 3]`` stands for three times "no peer".
 ``extend``            ``full swa n prefix seq last`` ``alloc_extend``
 ``decode``            ``full swa n seq last``        ``alloc_decode``
 ``tail``              as extend, and ``tail``        ``alloc_extend_swa_tail``
+``alloc_both``        ``full swa n``                 the next two and a ``point``, in one line
 ``alloc_full``        ``full n``                     ``full_attn_allocator.alloc(n)``
 ``alloc_swa``         ``swa n``                      ``swa_attn_allocator.alloc(n)``
 ``point``             ``full swa``                   ``set_full_to_swa_mapping``
@@ -24,8 +25,8 @@ is nobody's: ``[0, 3]`` stands for three times "no peer".
 ``begin``, ``end``    ``physical mapped``            a free group; SWA pages when it had ended
 ====================  =============================  ==============================================
 
-In the first six, ``full`` and ``swa`` are the first numbers of what was handed out; everywhere
-else they are ranges.
+In those that hand out, ``full`` and ``swa`` are the first numbers of what was handed out;
+everywhere else they are ranges.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ MAX_LINE = 2**26  # bytes; an allocation of a million tokens is a line of a few 
 FREES = ("free", "free_swa", "free_full", "free_segment", "free_swa_segment", "free_full_segment")
 NEEDS: dict[str, tuple[str, ...]] = {
     "alloc": ("full", "swa", "n"),
+    "alloc_both": ("full", "swa", "n"),
     "alloc_full": ("full", "n"),
     "alloc_swa": ("swa", "n"),
     "extend": ("full", "swa", "n", "prefix", "seq", "last"),
@@ -60,7 +62,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 Ranges = list[list[int]]
-HANDS_OUT = frozenset({"alloc", "alloc_full", "alloc_swa", "extend", "tail", "decode"})
+HANDS_OUT = frozenset(
+    {"alloc", "alloc_both", "alloc_full", "alloc_swa", "extend", "tail", "decode"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Gauge:
     def mapped(self) -> int:
         """Count the distinct SWA pages that the mapping points at, and remember which."""
         self.before, self.marks = self.marks, self._marks(self.heads)
-        return int(self.marks.count_nonzero())
+        return int(self.marks.count_nonzero()) - 1
 
     def lost(self, also: list[Tensor]) -> list[int]:
         """Return SWA pages that are in use, that nothing maps to, and that were mapped to.
@@ -66,7 +66,7 @@ class Gauge:
         had = self.before.clone()
         for slots in also:
             had[slots // self.page_size] = True
-        now = self._marks(self.mapping[self.mapping > 0])
+        now = self._marks(self.mapping[:-1])
         now[self.pool.free_pages] = True
         if getattr(self.pool, "release_pages", None) is not None:
             now[self.pool.release_pages] = True
@@ -75,12 +75,13 @@ class Gauge:
         return pages
 
     def _marks(self, slots: Tensor) -> Tensor:
-        """Return bool[pages + 1], true for the pages of ``slots`` (SWA slots) but page 0."""
+        """Return bool[pages + 1], true for the pages of ``slots`` (SWA slots), page 0 with them.
+
+        The first head is the padding page's, so page 0 is always among them.
+        """
         marks = torch.zeros(self.pages + 1, dtype=torch.bool, device=slots.device)
         pages = slots if self.page_size == 1 else slots // self.page_size
-        marks.index_fill_(0, pages, True)
-        marks[0] = False
-        return marks
+        return marks.index_fill_(0, pages, True)
 
 
 class Auditor:

@@ -7,7 +7,7 @@ calls together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +29,8 @@ PARAMETERS["alloc_extend_swa_tail"] = (
 SHORT = {"alloc_extend": "extend", "alloc_decode": "decode", "alloc_extend_swa_tail": "tail"}
 
 
-class Kept(NamedTuple):
-    """A call that is not written yet. ``full``, ``swa``: int64[n], the slots it is about."""
-
-    op: str
-    full: Tensor | None = None
-    swa: Tensor | None = None
-    rest: dict[str, Any] | None = None
+# a call not written yet: its name, full slots, SWA slots (int64[n] each), what else it takes
+Kept = tuple[str, Tensor | None, Tensor | None, dict[str, Any] | None]
 
 
 class Numbers:
@@ -48,28 +43,26 @@ class Numbers:
     def give(self, slots: Tensor) -> int:
         """Number ``slots``, int64[n], in order. Returns the first number."""
         first = self.next
-        self.next = first + len(slots)
+        self.next = first + slots.numel()
         self.of_slot[slots] = torch.arange(first, self.next)
         self.of_slot[0] = 0  # the padding slot is nobody's: "no peer"
         return first
 
     def ranges(self, several: list[Tensor]) -> list[Ranges]:
         """Return the numbers of slots, int64[n] each, as ranges; see ``script/trace.py``."""
-        lengths = [len(slots) for slots in several]
+        lengths = [slots.numel() for slots in several]
         if not sum(lengths):
             return [[] for _ in several]
         numbers = self.of_slot[torch.cat(several)]
         ends = torch.tensor(lengths).cumsum(0)
-        fresh = torch.ones(len(numbers) + 1, dtype=torch.bool)
+        step = numbers.diff()
         nobody = numbers == 0
-        follows = (numbers[1:] == numbers[:-1] + 1) & ~nobody[:-1]
-        fresh[1:-1] = ~(follows | (nobody[1:] & nobody[:-1]))
+        fresh = torch.ones(numbers.numel() + 1, dtype=torch.bool)
+        fresh[1:-1] = torch.where(nobody[:-1], step != 0, step != 1)
         fresh[ends] = True
         starts = fresh.nonzero().reshape(-1)
-        firsts = numbers[starts[:-1]].tolist()
-        sizes = (starts[1:] - starts[:-1]).tolist()
-        pairs = [[first, size] for first, size in zip(firsts, sizes, strict=True)]
         cuts = torch.searchsorted(starts, ends).tolist()
+        pairs = torch.stack((numbers[starts[:-1]], starts.diff()), 1).tolist()
         return [pairs[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
 
 
@@ -117,7 +110,7 @@ class Recorder:
 
     def _alloc(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self._keep(Kept("alloc", result, self.gauge.mapping[result]))
+            self._keep(("alloc", result, self.gauge.mapping[result], None))
 
     def _grow(self, name: str) -> Callable[..., None]:
         op, parameters = SHORT[name], PARAMETERS[name]
@@ -132,43 +125,51 @@ class Recorder:
             if "swa_tail_len" in given:
                 rest["tail"] = int(given["swa_tail_len"])
             last = given["last_loc"].clamp(min=0)  # -1, "no slot before": nobody's, as slot 0
-            self._keep(Kept("last", last))
-            self._keep(Kept(op, result, self.gauge.mapping[result], rest))
+            self._keep(("last", last, None, None))
+            self._keep((op, result, self.gauge.mapping[result], rest))
 
         return after
 
     def _take(self, pool: str) -> Callable[..., None]:
         def after(_args: Any, _kwargs: Any, result: Tensor | None) -> None:
-            if result is not None:
-                full, swa = (result, None) if pool == "full" else (None, result)
-                self._keep(Kept(f"alloc_{pool}", full, swa))
+            if result is None:
+                return
+            if pool == "full":
+                self._keep(("alloc_full", result, None, None))
+            else:
+                self._keep(("alloc_swa", None, result, None))
 
         return after
 
     def _free(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._keep(Kept(name, slots_of(args, kwargs).clone()))
+            self.kept.append((name, slots_of(args, kwargs).clone(), None, None))
 
         return before
 
     def _point(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         full, swa = (*args, *kwargs.values())
-        self._keep(Kept("point", full.clone(), swa.clone()))
+        taken = self.kept[-2:]
+        if len(taken) == 2 and taken[0][1] is full and taken[1][2] is swa:
+            self.kept[-2:] = [("alloc_both", full, swa, None)]  # three calls, one line
+        else:
+            self._keep(("point", full.clone(), swa.clone(), None))
 
     def _free_full_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # a cache that has re-pointed a node clears the newcomer's entries without any call
         slots = slots_of(args, kwargs)
-        self._keep(Kept("free_full_pool", slots.clone(), rest={"peers": self.gauge.mapping[slots]}))
+        peers = {"peers": self.gauge.mapping[slots]}
+        self.kept.append(("free_full_pool", slots.clone(), None, peers))
 
     def _free_swa_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._keep(Kept("free_swa_pool", swa=slots_of(args, kwargs).clone()))
+        self._keep(("free_swa_pool", None, slots_of(args, kwargs).clone(), None))
 
     def _begin(self, _args: Any, _kwargs: Any) -> None:
-        self._keep(Kept("begin"))
+        self._keep(("begin", None, None, None))
 
     def ended(self, physical: int, mapped: int) -> None:
         """A group has ended; these are the SWA pages in use and mapped."""
-        self.kept.append(Kept("end", rest={"physical": physical, "mapped": mapped}))
+        self.kept.append(("end", None, None, {"physical": physical, "mapped": mapped}))
         self._write()
 
     def _keep(self, call: Kept) -> None:
@@ -185,67 +186,72 @@ class Recorder:
         waiting: list[Kept] = []
         freed = False
         for call in kept:
-            if call.op in HANDS_OUT:
-                if freed or call.op in SHORT.values():
+            op = call[0]
+            if op in HANDS_OUT:
+                if freed or op in GROWS:
                     # what is handed out now may have been freed by a call that still waits
                     self._name(waiting, text)
                     waiting, freed = [], False
                 waiting.append(self._number(call))
             else:
-                freed = freed or call.op.startswith("free")
+                freed = freed or op.startswith("free")
                 waiting.append(call)
         self._name(waiting, text)
         self.writer.write("".join(text))
 
     def _number(self, call: Kept) -> Kept:
         """Give numbers to what a call hands out."""
-        rest = dict(call.rest or {})
-        if call.full is not None:
-            rest |= {"full": self.full.give(call.full), "n": len(call.full)}
-        if call.swa is not None:
-            rest |= {"swa": self.swa.give(call.swa), "n": len(call.swa)}
-        return Kept(call.op, rest=rest)
+        op, full, swa, rest = call
+        data = dict(rest) if rest else {}
+        if full is not None:
+            data["full"], data["n"] = self.full.give(full), full.numel()
+        if swa is not None:
+            data["swa"], data["n"] = self.swa.give(swa), swa.numel()
+        return op, None, None, data
 
     def _name(self, calls: list[Kept], text: list[str]) -> None:
         """Append the lines of ``calls``, their slots named by numbers."""
-        full = iter(self.full.ranges([call.full for call in calls if call.full is not None]))
-        swa = iter(self.swa.ranges([call.swa for call in calls if call.swa is not None]))
-        for call in calls:
-            data = dict(call.rest) if call.rest else {}
-            if call.full is not None:
+        fulls = [call[1] for call in calls if call[1] is not None]
+        swas = [call[2] for call in calls if call[2] is not None]
+        full, swa = iter(self.full.ranges(fulls)), iter(self.swa.ranges(swas))
+        for op, has_full, has_swa, rest in calls:
+            if rest is None and has_swa is None and op != "last":
+                slots = "" if has_full is None else f',"full":{next(full)}'
+                text.append(f'{{"op":"{op}"{slots}}}\n')  # most lines: a free
+                continue
+            data = dict(rest) if rest else {}
+            if has_full is not None:
                 data["full"] = next(full)
-            if call.swa is not None:
+            if has_swa is not None:
                 data["swa"] = next(swa)
-            if call.op == "last":
+            if op == "last":
                 self.last = data["full"]
                 continue
-            if call.op in SHORT.values():
+            if op in GROWS:
                 data["last"] = self.last
             if "peers" in data:
                 data["cleared"] = not bool(data.pop("peers").any())
-            text.append(line(call.op, data))
+            text.append(line(op, data))
+
+
+GROWS = frozenset(SHORT.values())
 
 
 def _to_host(kept: list[Kept]) -> list[Kept]:
     """Return the same calls with their slots on the host: one copy, one wait."""
-    tensors = [t for call in kept for t in (call.full, call.swa) if t is not None]
-    tensors += [call.rest["peers"] for call in kept if call.rest and "peers" in call.rest]
+    tensors = [t for _, full, swa, _ in kept for t in (full, swa) if t is not None]
+    tensors += [rest["peers"] for *_, rest in kept if rest and "peers" in rest]
     if not tensors:
         return kept
     flat = torch.cat([tensor.reshape(-1).long() for tensor in tensors]).cpu()
-    split = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
-    moved = [
-        call._replace(
-            full=None if call.full is None else next(split),
-            swa=None if call.swa is None else next(split),
-        )
-        for call in kept
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
+    moved: list[Kept] = [
+        (op, None if full is None else next(parts), None if swa is None else next(parts), rest)
+        for op, full, swa, rest in kept
     ]
     return [
-        call._replace(rest=call.rest | {"peers": next(split)})
-        if call.rest and "peers" in call.rest
-        else call
-        for call in moved
+        (op, full, swa, rest | {"peers": next(parts)} if rest and "peers" in rest else rest)
+        for op, full, swa, rest in moved
     ]
 
 

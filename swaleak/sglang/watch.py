@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -40,26 +39,27 @@ class Place(NamedTuple):
         return f"{self.code.co_filename}:{self.line} ({self.code.co_qualname})"
 
 
-@dataclass(slots=True)
 class Hooks:
     """Which hooks to call for which call, ``free_swa`` or ``full.free``.
 
     Tensors in ``args`` are the caller's: they may be overwritten when the call has returned.
+    ``inside``: a call is under way; what it calls in turn is not told.
     """
 
-    before: dict[str, list[Before]] = field(default_factory=dict)
-    after: dict[str, list[After]] = field(default_factory=dict)
-    inside: bool = False
+    def __init__(self) -> None:
+        self.calls: dict[str, tuple[list[Before], list[After]]] = {}
+        self.inside = False
 
     def add(self, names: Iterable[str], before: Before | None, after: After | None = None) -> None:
         """Call ``before``, ``after`` or both for these calls."""
         for name in names:
-            self.before.setdefault(name, []).extend([before] if before else [])
-            self.after.setdefault(name, []).extend([after] if after else [])
+            befores, afters = self.calls.setdefault(name, ([], []))
+            befores += [before] if before else []
+            afters += [after] if after else []
 
     def fail(self) -> None:
         """Give up, and leave the server alone."""
-        self.before, self.after = {}, {}
+        self.calls = {}
         logger.exception("swaleak: watching failed and has stopped; the server is not affected")
 
 
@@ -75,7 +75,7 @@ def watched(base: type[Any], connect: Callable[[Any, Hooks], None]) -> type[Any]
         try:
             connect(self, self.swaleak)
             for name in POOL_CALLS:
-                if name in self.swaleak.before:
+                if name in self.swaleak.calls:
                     _tap(self, name)
         except Exception:
             self.swaleak.fail()
@@ -93,18 +93,19 @@ def _told(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         hooks: Hooks = self.swaleak
-        if hooks.inside or name not in hooks.before:
+        asked = hooks.calls.get(name)
+        if asked is None or hooks.inside:
             return original(self, *args, **kwargs)
         hooks.inside = True
         try:
             try:
-                for before in hooks.before[name]:
+                for before in asked[0]:
                     before(args, kwargs)
             except Exception:
                 hooks.fail()
             result = original(self, *args, **kwargs)
             try:
-                for after in hooks.after.get(name, ()):
+                for after in asked[1]:
                     after(args, kwargs, result)
             except Exception:
                 hooks.fail()
