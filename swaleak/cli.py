@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swaleak import __version__
-from swaleak.errors import SwaleakError, UsageError
+from swaleak.errors import SwaleakError, UsageError, unknown
 from swaleak.script import scenario as scenarios
 from swaleak.script import tree as trees
 
@@ -207,6 +207,104 @@ def doctor(format: Formats = Format.table, output: Output = None) -> None:
     _finish(doctor_report(), format, output)
 
 
+Trace = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as `record` writes it.")]
+
+
+@app.command()
+def record(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="What starts the server.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="FILE.jsonl; one is made a process."),
+    ],
+    fix: Annotated[
+        str | None, typer.Option("--fix", metavar="NAME", help="Also repair: barrier or enqueue.")
+    ] = None,
+    format: Formats = Format.table,
+) -> None:
+    """Run a command that starts SGLang, and record what happens to its SWA allocator.
+
+    The exit code is the command's own.
+    """
+    from swaleak.sglang import launch, plugin
+
+    if fix is not None and fix not in plugin.FIXES:
+        raise UsageError(unknown("fix", fix, plugin.FIXES))
+    status, written = launch.record(command, output, fix)
+    from swaleak.report.traces import record_report
+
+    report = record_report(written, status)
+    try:
+        _finish(report, format, None)
+    except typer.Exit:
+        raise typer.Exit(status) from None
+
+
+@app.command()
+def replay(
+    trace: Trace,
+    strategy: Strategies = None,
+    on: On = "auto",
+    device: Device = "auto",
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Replay a recorded run on an allocator, and judge it after every free group.
+
+    Exit code 0: it is clean. 1: a violation.
+    """
+    _check_output(output)
+    from swaleak.script.trace import TraceReader, read_header
+
+    header = read_header(trace)
+    target = _open(on, device)
+    from swaleak.check.follow import follow
+    from swaleak.report.traces import Replayed, replay_report
+
+    runs = []
+    for name in _trace_strategies(target, strategy, header.fix):
+        reader = TraceReader(trace)
+        followed = follow(reader, lambda sizes, name=name: target.make(name, sizes))  # type: ignore[misc]
+        runs.append(Replayed(target.name, name, target.origin(name), followed))
+    if reader.torn:
+        print(f"swaleak: warning: {reader.torn}", file=sys.stderr)
+    _finish(replay_report(_header(target), trace, runs, **_where(target)), format, output)
+
+
+@app.command()
+def shrink(
+    trace: Trace,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="SCENARIO.toml", help="Where to write it.")
+    ],
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", "-s", metavar="NAME", help="As for replay; one.")
+    ] = None,
+    on: On = "auto",
+    device: Device = "auto",
+    format: Formats = Format.table,
+) -> None:
+    """Reduce a recorded run that fails to a small scenario that fails in the same way."""
+    if output.suffix != ".toml" or not output.parent.is_dir():
+        raise UsageError(f"-o {output}: needs the path of a .toml file in a folder that exists")
+    from swaleak.script.trace import read_header
+
+    header = read_header(trace)
+    target = _open(on, device)
+    from swaleak.report.files import write_text
+    from swaleak.report.traces import shrink_report
+    from swaleak.script.write import to_toml
+    from swaleak.search.reduce import reduce
+
+    (name,) = _trace_strategies(target, [strategy] if strategy else None, header.fix)
+    small, followed = reduce(trace, target, name)
+    write_text(to_toml(small), output)
+    report = shrink_report(_header(target), trace, output, small, followed, **_where(target))
+    _finish(report, format, None)
+
+
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -246,6 +344,13 @@ def _strategies(target: Target, asked: list[str] | None) -> list[str]:
     if asked:
         return list(dict.fromkeys(strategy_of(name) for name in asked))
     return [name for name in target.strategies() if name != "shipped"]
+
+
+def _trace_strategies(target: Target, asked: list[str] | None, fix: str | None) -> list[str]:
+    """Return short names. Without any asked for: the one it was recorded under, or 0.5.18's."""
+    if asked:
+        return _strategies(target, asked)
+    return [fix or target.ships or "deferred"]
 
 
 def _sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import time
 from typing import Any
 
@@ -118,13 +120,17 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=PAGES)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kill-at", type=int, help="kill this process inside that group")
     parser.add_argument("--no-counts", action="store_true", help="for timing")
     asked = parser.parse_args()
     caches = Caches("cpu")
     server = Server(caches, asked.cache, asked.page_size, asked.pages, asked.seed)
     groups = []
     started = time.perf_counter()
-    for _ in range(asked.requests // BATCH):
+    for group in range(1, asked.requests // BATCH + 1):
+        if group == asked.kill_at:
+            server.allocator.free_group_begin()
+            os.kill(os.getpid(), signal.SIGKILL)
         server.batch()
         if not asked.no_counts:
             groups.append(server.counts())

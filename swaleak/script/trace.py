@@ -185,6 +185,13 @@ class TraceReader:
         return ScriptError(f"{self.path}: line {number}: {reason}")
 
 
+def read_header(path: Path) -> Header:
+    """Return a trace's header. Raises ``ScriptError``."""
+    header = next(iter(TraceReader(path)))
+    assert isinstance(header, Header)  # the first line is one, or cannot be read
+    return header
+
+
 def _fits(key: str, value: Any) -> bool:
     match key:
         case "full" | "swa" | "last":

@@ -19,7 +19,7 @@ from swaleak.errors import ScriptError, UsageError
 from swaleak.script import ops
 from swaleak.script.ops import Op
 from swaleak.script.scenario import MAX_STEPS, Outcome, Scenario
-from swaleak.script.trace import Header, Line, Ranges, TraceReader
+from swaleak.script.trace import Header, Line, Ranges, TraceReader, read_header
 from swaleak.search.shrink import Script, nodes_of, shrink
 from swaleak.target import SHIPPED, Sizes, Target
 
@@ -35,7 +35,7 @@ def reduce(path: Path, target: Target, strategy: str) -> tuple[Scenario, Followe
     )
     if followed.first_bad is None:
         raise UsageError(f"{path}: nothing to shrink, it is {followed.verdict} under {strategy}")
-    page_size = _page_size(path)
+    page_size = read_header(path).page_size
     for script in _slices(path, page_size, followed.first_bad.line):
         sizes = _room(script, page_size)
         run = _run(script, target, strategy, sizes)
@@ -114,12 +114,6 @@ def _scenario(
         page_sizes=(page_size,),
         expect={name: Outcome(run.verdict, run.audit.physical, run.audit.mapped, kinds)},
     )
-
-
-def _page_size(path: Path) -> int:
-    header = next(iter(TraceReader(path)))
-    assert isinstance(header, Header)
-    return header.page_size
 
 
 def _slices(path: Path, page_size: int, last: int) -> Iterator[Script]:

@@ -59,7 +59,10 @@ class Hooks:
 
     def fail(self) -> None:
         """Give up, and leave the server alone."""
-        self.calls = {}
+        for befores, afters in self.calls.values():
+            befores.clear()
+            afters.clear()
+        self.calls.clear()
         logger.exception("swaleak: watching failed and has stopped; the server is not affected")
 
 
