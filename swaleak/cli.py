@@ -182,7 +182,8 @@ def list_(format: Formats = Format.table, output: Output = None) -> None:
     _check_output(output)
     from swaleak.report.catalogue import list_report
 
-    _finish(list_report(scenarios.catalogue()), format, output)
+    shown = [*scenarios.catalogue(), *(tree.shown for tree in trees.catalogue())]
+    _finish(list_report(shown), format, output)
 
 
 @app.command()
@@ -195,7 +196,8 @@ def show(
     _check_output(output)
     from swaleak.report.catalogue import show_report
 
-    _finish(show_report(scenarios.load(name)), format, output)
+    scenario = trees.load(name).shown if trees.is_tree(name) else scenarios.load(name)
+    _finish(show_report(scenario), format, output)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from swaleak.errors import ScriptError, unknown
 from swaleak.script.ops import Expect, Group, TreeOp
@@ -39,6 +39,11 @@ class TreeScenario:
     def on(self, cache: str) -> Scenario:
         """Return ``about`` under the name that reports show for one cache."""
         return replace(self.about, name=f"{self.about.name}:{cache}")
+
+    @property
+    def shown(self) -> Scenario:
+        """Return ``about`` with these steps, to be listed and shown; no allocator plays them."""
+        return replace(self.about, steps=cast(Any, self.steps))
 
 
 def is_tree(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Auditor:
         self.groups = 0
         self.excess = 0
         self.reported = False
-        self.calls: list[tuple[str, Tensor, Place]] = []
+        self.calls: list[tuple[str, Tensor, CodeType, int]] = []
         self.overwritten: list[Tensor] = []
 
     def connect(self, hooks: Hooks) -> None:
@@ -121,8 +122,8 @@ class Auditor:
     def _freed(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.in_group:
-                place = place_of(sys._getframe(2))
-                self.calls.append((name, slots_of(args, kwargs), place))
+                code, at = place_of(sys._getframe(2))
+                self.calls.append((name, args[0] if args else slots_of(args, kwargs), code, at))
 
         return before
 
@@ -131,7 +132,7 @@ class Auditor:
             if self.in_group:
                 slots = slots_of(args, kwargs)
                 self.overwritten.append(self.gauge.mapping[slots])
-                self.calls.append((name, slots, place_of(sys._getframe(2))))
+                self.calls.append((name, slots, *place_of(sys._getframe(2))))
 
         return before
 
@@ -165,17 +166,18 @@ class Auditor:
         """Say who pointed the page's full slots elsewhere in this group, and who freed them."""
         size = self.gauge.page_size
         writes = (call for call in self.calls if call[0] in POINTS)
-        for (name, slots, place), old in zip(writes, self.overwritten, strict=True):
+        for (name, slots, code, at), old in zip(writes, self.overwritten, strict=True):
             mine = slots[old // size == page]
             if len(mine):
                 freed = (
-                    f"its free was queued by {how} at {where}"
-                    for how, freed, where in self.calls
+                    f"its free was queued by {how} at {Place(where, instruction)}"
+                    for how, freed, where, instruction in self.calls
                     if how in FREES and torch.isin(freed // size, mine // size).any()
                 )
                 return [
                     next(freed, "nobody had freed it"),
-                    f"before the group ended its full slots were re-pointed by {name} at {place}",
+                    f"before the group ended its full slots were re-pointed by {name} at "
+                    f"{Place(code, at)}",
                 ]
         return ["its mapping was cleared without a free that this process was told of"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 VARIABLE = "SWALEAK"
@@ -85,7 +85,7 @@ def _install(wish: Wish) -> None:
     made: type[Any] = graft(base, STRATEGIES[fix]) if fix else base
     if wish.record or wish.audit:
         made = watched_by(made, wish, fix)
-        logger.warning("swaleak: %s is watched: %s", base.__name__, wish)
+        logger.warning("swaleak: %s is watched: %s", base.__name__, replace(wish, fix=fix))
     if fix:
         logger.warning(
             "swaleak: %s frees by %s from now on, in place of SGLang's own free groups",

@@ -6,6 +6,7 @@ calls together.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from swaleak.script.trace import HANDS_OUT, Header, Ranges, TraceWriter, line
 from swaleak.sglang.live import Gauge
 from swaleak.sglang.watch import FREES, FULL_FREES, RESETS, Hooks, slots_of
 
+FEW = 64  # slots that are looked up one by one
 MANY = 512  # calls outside groups that are kept at most
 PARAMETERS = {
     "alloc_extend": ("prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu", "last_loc"),
@@ -34,26 +36,35 @@ Kept = tuple[str, Tensor | None, Tensor | None, dict[str, Any] | None]
 
 
 class Numbers:
-    """Every slot a pool hands out gets the next number; this is who has which, 8 bytes a slot."""
+    """Every slot a pool hands out gets the next number; this is who has which, 8 bytes a slot.
+
+    A few slots are looked up one by one, which is faster than five kernels; many, by kernels. Both
+    see the same memory.
+    """
 
     def __init__(self, slots: int) -> None:
-        self.of_slot = torch.zeros(slots + 1, dtype=torch.int64)
+        self.of_slot = array("q", bytes(8 * (slots + 1)))
+        self.tensor = torch.frombuffer(self.of_slot, dtype=torch.int64)
         self.next = 1
 
     def give(self, slots: Tensor) -> int:
         """Number ``slots``, int64[n], in order. Returns the first number."""
-        first = self.next
-        self.next = first + slots.numel()
-        self.of_slot[slots] = torch.arange(first, self.next)
+        first, count = self.next, slots.numel()
+        self.next = first + count
+        if count <= FEW:
+            for number, slot in enumerate(slots.tolist(), start=first):
+                self.of_slot[slot] = number
+        else:
+            self.tensor[slots] = torch.arange(first, self.next)
         self.of_slot[0] = 0  # the padding slot is nobody's: "no peer"
         return first
 
     def ranges(self, several: list[Tensor]) -> list[Ranges]:
         """Return the numbers of slots, int64[n] each, as ranges; see ``script/trace.py``."""
         lengths = [slots.numel() for slots in several]
-        if not sum(lengths):
-            return [[] for _ in several]
-        numbers = self.of_slot[torch.cat(several)]
+        if sum(lengths) <= FEW * len(lengths):
+            return [self._one_by_one(slots.tolist()) for slots in several]
+        numbers = self.tensor[torch.cat(several)]
         ends = torch.tensor(lengths).cumsum(0)
         step = numbers.diff()
         nobody = numbers == 0
@@ -64,6 +75,19 @@ class Numbers:
         cuts = torch.searchsorted(starts, ends).tolist()
         pairs = torch.stack((numbers[starts[:-1]], starts.diff()), 1).tolist()
         return [pairs[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
+
+    def _one_by_one(self, slots: list[int]) -> Ranges:
+        of_slot, found, last, follows = self.of_slot, [], [0, 0], -1
+        for slot in slots:
+            number = of_slot[slot]
+            if number == follows:
+                last[1] += 1
+                follows += number > 0
+            else:
+                last = [number, 1]
+                found.append(last)
+                follows = number + 1 if number else 0
+        return found
 
 
 class Recorder:
@@ -200,14 +224,17 @@ class Recorder:
         self.writer.write("".join(text))
 
     def _number(self, call: Kept) -> Kept:
-        """Give numbers to what a call hands out."""
+        """Give numbers to what a call hands out. Its line is finished, unless it has a rest."""
         op, full, swa, rest = call
         data = dict(rest) if rest else {}
         if full is not None:
             data["full"], data["n"] = self.full.give(full), full.numel()
         if swa is not None:
             data["swa"], data["n"] = self.swa.give(swa), swa.numel()
-        return op, None, None, data
+        if rest:
+            return op, None, None, data
+        numbers = "".join(f',"{key}":{value}' for key, value in data.items())
+        return f'{{"op":"{op}"{numbers}}}\n', None, None, None
 
     def _name(self, calls: list[Kept], text: list[str]) -> None:
         """Append the lines of ``calls``, their slots named by numbers."""
@@ -215,23 +242,24 @@ class Recorder:
         swas = [call[2] for call in calls if call[2] is not None]
         full, swa = iter(self.full.ranges(fulls)), iter(self.swa.ranges(swas))
         for op, has_full, has_swa, rest in calls:
-            if rest is None and has_swa is None and op != "last":
-                slots = "" if has_full is None else f',"full":{next(full)}'
-                text.append(f'{{"op":"{op}"{slots}}}\n')  # most lines: a free
-                continue
-            data = dict(rest) if rest else {}
-            if has_full is not None:
-                data["full"] = next(full)
-            if has_swa is not None:
-                data["swa"] = next(swa)
-            if op == "last":
-                self.last = data["full"]
-                continue
-            if op in GROWS:
-                data["last"] = self.last
-            if "peers" in data:
-                data["cleared"] = not bool(data.pop("peers").any())
-            text.append(line(op, data))
+            if has_swa is None and has_full is not None and op != "last":  # a free, as most are
+                more = ""
+                if rest is not None:
+                    more = ',"cleared":false' if rest["peers"].any() else ',"cleared":true'
+                text.append(f'{{"op":"{op}","full":{next(full)}{more}}}\n')
+            elif op.startswith("{"):
+                text.append(op)
+            elif op == "last":
+                self.last = next(full)
+            else:
+                data = dict(rest) if rest else {}
+                if has_full is not None:
+                    data["full"] = next(full)
+                if has_swa is not None:
+                    data["swa"] = next(swa)
+                if op in GROWS:
+                    data["last"] = self.last
+                text.append(line(op, data))
 
 
 GROWS = frozenset(SHORT.values())

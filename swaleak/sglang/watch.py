@@ -30,13 +30,17 @@ POOL_CALLS = ("full.alloc", "full.free", "swa.alloc", "swa.free")
 
 
 class Place(NamedTuple):
-    """Where a call came from: the first caller outside SGLang's allocator package."""
+    """Where a call came from: the first caller outside SGLang's allocator package.
+
+    ``at``: the instruction; which line that is, is worked out when somebody asks.
+    """
 
     code: CodeType
-    line: int
+    at: int
 
     def __str__(self) -> str:
-        return f"{self.code.co_filename}:{self.line} ({self.code.co_qualname})"
+        lines = [line for start, _, line in self.code.co_lines() if start <= self.at and line]
+        return f"{self.code.co_filename}:{lines[-1]} ({self.code.co_qualname})"
 
 
 class Hooks:
@@ -99,22 +103,22 @@ def _told(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         asked = hooks.calls.get(name)
         if asked is None or hooks.inside:
             return original(self, *args, **kwargs)
+        try:
+            for before in asked[0]:
+                before(args, kwargs)
+        except Exception:
+            hooks.fail()
         hooks.inside = True
         try:
-            try:
-                for before in asked[0]:
-                    before(args, kwargs)
-            except Exception:
-                hooks.fail()
             result = original(self, *args, **kwargs)
-            try:
-                for after in asked[1]:
-                    after(args, kwargs, result)
-            except Exception:
-                hooks.fail()
-            return result
         finally:
             hooks.inside = False
+        try:
+            for after in asked[1]:
+                after(args, kwargs, result)
+        except Exception:
+            hooks.fail()
+        return result
 
     return method
 
@@ -134,11 +138,15 @@ def slots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return slots
 
 
-def place_of(frame: FrameType) -> Place:
-    """Return where a call came from; ``frame``: of whoever called the watched method."""
-    while _inside(frame.f_code.co_filename) and frame.f_back is not None:
+def place_of(frame: FrameType) -> tuple[CodeType, int]:
+    """Return where a call came from, as ``Place`` takes it; ``frame``: of its caller."""
+    code = frame.f_code
+    while _INSIDE.get(code.co_filename) is not False:  # unknown, or inside
+        if not _inside(code.co_filename) or frame.f_back is None:
+            break
         frame = frame.f_back
-    return Place(frame.f_code, frame.f_lineno)
+        code = frame.f_code
+    return code, frame.f_lasti
 
 
 _INSIDE: dict[str, bool] = {}
