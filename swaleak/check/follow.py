@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swaleak.check.audit import Violation
 from swaleak.errors import ScriptError
-from swaleak.script.trace import FREES, HANDS_OUT, Header, Line, Ranges
+from swaleak.script.trace import FREES, HANDS_OUT, Header, Line, Ranges, TraceReader
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Sizes
 
@@ -84,7 +84,8 @@ def follow(
         try:
             follower.play(item)
         except ScriptError as error:
-            raise ScriptError(f"line {item.number}: {error}") from None
+            file = f"{trace.path}: " if isinstance(trace, TraceReader) else ""
+            raise ScriptError(f"{file}line {item.number}: {error}") from None
         except _Starved:
             followed.starved = item.number
             break
