@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swaleak import __version__, complete
-from swaleak.errors import SwaleakError, UsageError
+from swaleak.errors import SwaleakError, UsageError, unknown
 from swaleak.script import scenario as scenarios
+from swaleak.script import tree as trees
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
     from swaleak.report.tables import About, Report, Section
     from swaleak.script.scenario import Scenario
+    from swaleak.script.tree import TreeScenario
+    from swaleak.sglang.tree import Caches
     from swaleak.target import Target
 
 MAX_PICTURED = 200_000  # pages times steps; what is more is drawn only if --steps asks for it
@@ -147,12 +150,24 @@ def repro(
     Exit code 0: it came out as the scenario declares. 1: it did not.
     """
     _check_output(output)
-    chosen = [scenarios.load(name) for name in names or [scenarios.DEFAULT]]
+    chosen = [
+        scenarios.load(name) for name in names or [scenarios.DEFAULT] if not trees.is_tree(name)
+    ]
+    chosen_trees = [trees.load(name) for name in names or [] if trees.is_tree(name)]
+    if chosen_trees and (repeat > 1 or patch):
+        raise UsageError("--repeat and --patch are for an allocator's scenarios, not for a cache's")
     targets = _open(on, device, patch)
+    caches = _caches(targets[0]) if chosen_trees else None
     from swaleak.report.tables import repro_report
 
     asked = strategy or (["shipped"] if patch else None)
     cases = [
+        case
+        for tree in chosen_trees
+        for name in _strategies(targets[0], strategy)
+        for case in _tree_cases(tree, caches, targets[0], name, page_size, steps=steps)
+    ]
+    cases += [
         case
         for scenario in chosen
         for target in targets
@@ -189,9 +204,17 @@ def verify(
         for name in _strategies(target, None)
         for case in _cases(scenario, target, name, _sizes_of(scenario, page_size))
     ]
+    caches, note = _caches_or_why_not(target)
+    cases += [
+        case
+        for tree in trees.catalogue()
+        for name in _strategies(target, None)
+        for case in _tree_cases(tree, caches, target, name, page_size)
+    ]
     if not cases:
         raise UsageError("no scenario runs at this page size; `swaleak list` shows which do")
-    _finish(verify_report(_about([target]), cases), format, output)
+    report = verify_report(_about([target]), cases)
+    _finish(report.with_line(note) if note else report, format, output)
 
 
 @app.command()
@@ -231,7 +254,17 @@ def check(
         for case in _cases(scenario, target, "shipped", _sizes_of(scenario, page_size))
     ]
     left_out = len(catalogue) - len(judged)
-    _finish(check_report(_about(opened), cases, left_out), format, output)
+    notes = []
+    for target in opened:
+        caches, note = _caches_or_why_not(target)
+        notes.append(note)
+        for tree in trees.catalogue():
+            if strict or tree.about.reach == "production":
+                cases += _tree_cases(tree, caches, target, "shipped", page_size)
+    report = check_report(_about(opened), cases, left_out)
+    for note in dict.fromkeys(filter(None, notes)):
+        report = report.with_line(note)
+    _finish(report, format, output)
 
 
 @app.command("list")
@@ -240,7 +273,8 @@ def list_(format: Formats = Format.table, output: Output = None) -> None:
     _check_output(output)
     from swaleak.report.catalogue import list_report
 
-    _finish(list_report(scenarios.catalogue()), format, output)
+    shown = [*scenarios.catalogue(), *(tree.shown for tree in trees.catalogue())]
+    _finish(list_report(shown), format, output)
 
 
 @app.command()
@@ -253,7 +287,8 @@ def show(
     _check_output(output)
     from swaleak.report.catalogue import show_report
 
-    _finish(show_report(scenarios.load(name)), format, output)
+    scenario = trees.load(name).shown if trees.is_tree(name) else scenarios.load(name)
+    _finish(show_report(scenario), format, output)
 
 
 @app.command()
@@ -494,6 +529,104 @@ def explore(
     _finish(report, format, output, 130 if interrupted else None)
 
 
+Trace = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as `record` writes it.")]
+
+
+@app.command()
+def record(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="What starts the server.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="FILE.jsonl; one is made a process."),
+    ],
+    fix: Annotated[
+        str | None, typer.Option("--fix", metavar="NAME", help="Also repair: barrier or enqueue.")
+    ] = None,
+    format: Formats = Format.table,
+) -> None:
+    """Run a command that starts SGLang, and record what happens to its SWA allocator.
+
+    The exit code is the command's own.
+    """
+    from swaleak.sglang import launch, plugin
+
+    if fix is not None and fix not in plugin.FIXES:
+        raise UsageError(unknown("fix", fix, plugin.FIXES))
+    status, written = launch.record(command, output, fix)
+    from swaleak.report.traces import record_report
+
+    report = record_report(written, status)
+    try:
+        _finish(report, format, None)
+    except typer.Exit:
+        raise typer.Exit(status) from None
+
+
+@app.command()
+def replay(
+    trace: Trace,
+    strategy: Strategies = None,
+    on: On = "auto",
+    device: Device = "auto",
+    format: Formats = Format.table,
+    output: Output = None,
+) -> None:
+    """Replay a recorded run on an allocator, and judge it after every free group.
+
+    Exit code 0: it is clean. 1: a violation.
+    """
+    _check_output(output)
+    from swaleak.script.trace import TraceReader, read_header
+
+    header = read_header(trace)
+    [target] = _open(on, device)
+    from swaleak.check.follow import follow
+    from swaleak.report.traces import Replayed, replay_report
+
+    runs = []
+    for name in _trace_strategies(target, strategy, header.fix):
+        reader = TraceReader(trace)
+        followed = follow(reader, lambda sizes, name=name: target.make(name, sizes))  # type: ignore[misc]
+        runs.append(Replayed(target.name, name, target.origin(name), followed))
+    if reader.torn:
+        print(f"swaleak: warning: {reader.torn}", file=sys.stderr)
+    _finish(replay_report(_about([target]), trace, runs), format, output)
+
+
+@app.command()
+def shrink(
+    trace: Trace,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="SCENARIO.toml", help="Where to write it.")
+    ],
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", "-s", metavar="NAME", help="As for replay; one.")
+    ] = None,
+    on: On = "auto",
+    device: Device = "auto",
+    format: Formats = Format.table,
+) -> None:
+    """Reduce a recorded run that fails to a small scenario that fails in the same way."""
+    if output.suffix != ".toml" or not output.parent.is_dir():
+        raise UsageError(f"-o {output}: needs the path of a .toml file in a folder that exists")
+    from swaleak.script.trace import read_header
+
+    header = read_header(trace)
+    [target] = _open(on, device)
+    from swaleak.report.files import write_text
+    from swaleak.report.traces import shrink_report
+    from swaleak.script.write import to_toml
+    from swaleak.search.reduce import reduce
+
+    (name,) = _trace_strategies(target, [strategy] if strategy else None, header.fix)
+    small, followed = reduce(trace, target, name)
+    write_text(to_toml(small), output)
+    report = shrink_report(_about([target]), trace, output, small, followed)
+    _finish(report, format, None)
+
+
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -553,6 +686,13 @@ def _strategies(target: Target, asked: list[str] | None) -> list[str]:
     return [name for name in target.strategies() if name != "shipped"]
 
 
+def _trace_strategies(target: Target, asked: list[str] | None, fix: str | None) -> list[str]:
+    """Return short names. Without any asked for: the one it was recorded under, or 0.5.18's."""
+    if asked:
+        return _strategies(target, asked)
+    return [fix or target.ships or "deferred"]
+
+
 def _sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:
     """Return the page sizes to run at; none below those that the scenario is made for."""
     least = min(scenario.page_sizes)
@@ -574,6 +714,50 @@ def _cases(
         run_case(scenario, target, strategy, size, keep_steps=steps, repeat=repeat)
         for size in page_sizes
     ]
+
+
+def _caches(target: Target) -> Caches:
+    """Return the caches of the installed SGLang; raises ``UsageError`` for any other target."""
+    if not target.is_installed:
+        raise UsageError(
+            f"{trees.PREFIX}… drives the caches of an installed SGLang, not {target.name}; "
+            f"use --on installed"
+        )
+    from swaleak.sglang.tree import Caches
+
+    return Caches(target.device)
+
+
+def _caches_or_why_not(target: Target) -> tuple[Caches | None, str]:
+    """Return the caches, if the target has any, and the line that says what was left out."""
+    try:
+        caches = _caches(target)
+    except SwaleakError as error:
+        reason = (
+            "they need the installed SGLang, --on installed"
+            if isinstance(error, UsageError)
+            else str(error)
+        )
+        return None, f"Left out: the scenarios of the radix caches, {trees.PREFIX}…; {reason}."
+    why = "; ".join(f"{cache}: {reason}" for cache, reason in caches.left_out.items())
+    return caches, f"Left out: {why}." if why else ""
+
+
+def _tree_cases(
+    scenario: TreeScenario,
+    caches: Caches | None,
+    target: Target,
+    strategy: str,
+    page_size: list[int] | None,
+    *,
+    steps: bool = False,
+) -> list[Case]:
+    if caches is None:
+        return []
+    from swaleak.check.trees import tree_cases
+
+    sizes = _sizes_of(scenario.about, page_size)
+    return tree_cases(scenario, caches, target, strategy, sizes, keep_steps=steps)
 
 
 def _is_looked_at(format: Format, output: Path | None) -> bool:
@@ -600,6 +784,7 @@ def _timelines(
         case
         for case in cases
         if case.verdict in ("leak", "corrupt", "error")
+        and not trees.is_tree(case.scenario.name)
         and _pages_times_steps(case.scenario) * repeat <= MAX_PICTURED
     )
     of = {target.name: target for target in targets}

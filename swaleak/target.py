@@ -40,6 +40,7 @@ class Target(Protocol):
     version: str | None
     device: str
     notes: tuple[str, ...]
+    is_installed: bool
 
     @property
     def ships(self) -> str | None:
@@ -62,6 +63,7 @@ class Builtin:
     version: str | None = None
     ships: str | None = None
     notes: tuple[str, ...] = ()
+    is_installed = False
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -91,7 +93,8 @@ class Builtin:
 class OfClass:
     """An allocator class of SGLang's shape, untouched or with a strategy grafted on it.
 
-    ``patched``: it was changed with ``--patch``. ``notes``: what the report should say about it.
+    ``patched``: it was changed with ``--patch``. ``installed``: it is what ``import sglang``
+    gives, caches and all. ``notes``: what the report should say about it.
     """
 
     def __init__(
@@ -102,12 +105,14 @@ class OfClass:
         *,
         version: str | None = None,
         patched: bool = False,
+        installed: bool = False,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.version = version
         self.device = device
         self.notes = notes
+        self.is_installed = installed and not patched
         self._own = "patched" if patched else SHIPPED
         self._class = class_
         self._grafts: dict[str, type[Any]] = {}
@@ -178,6 +183,7 @@ def open_target(name: str, device: str, patches: list[str] | None = None) -> Tar
         device,
         version=tree.version,
         patched=bool(patches),
+        installed=name == "installed",
         notes=notes,
     )
 

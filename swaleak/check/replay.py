@@ -15,7 +15,7 @@ from swaleak.check.ledger import Ledger, Node
 from swaleak.check.picture import Page, picture
 from swaleak.errors import ScriptError
 from swaleak.script import ops
-from swaleak.script.ops import Op, describe
+from swaleak.script.ops import Op, TreeOp, describe
 
 
 class Allocator(Audited, Protocol):
@@ -83,7 +83,7 @@ class Allocator(Audited, Protocol):
 class Step:
     """One step of a run: what was done, what the audit then said, and the SWA pages by then."""
 
-    op: Op
+    op: Op | TreeOp
     audit: Audit
     in_group: bool
     pages: tuple[Page, ...]

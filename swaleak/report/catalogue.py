@@ -15,6 +15,7 @@ def list_report(catalogue: list[Scenario]) -> Report:
     rows = tuple((Cell(s.name), Cell(s.reach), Cell(s.title)) for s in catalogue)
     lines = (
         "production: seen in a server. latent: only the allocator's contract allows it.",
+        "tree/…: for the radix caches of an installed SGLang, not for an allocator alone.",
         "`swaleak show NAME` tells the story, `swaleak repro NAME` replays it.",
     )
     body = {"results": [_scenario_json(s) for s in catalogue]}

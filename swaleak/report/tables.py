@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swaleak import __version__
@@ -99,6 +99,12 @@ class Report:
     torch: str | None = None
     device: str | None = None
     cases: tuple[Case, ...] = field(default=())
+
+    def with_line(self, line: str) -> Report:
+        """Return the same with one more line, before the last one, and in the JSON."""
+        *first, last = self.sections
+        section = replace(last, lines=(*last.lines[:-1], line, *last.lines[-1:]))
+        return replace(self, sections=(*first, section), body={**self.body, "note": line})
 
     def as_json(self) -> str:
         """Return one JSON object, ``swaleak/1``."""

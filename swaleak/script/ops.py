@@ -172,6 +172,17 @@ class Expect:
     mapped: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TreeOp:
+    """A call to a radix cache: ``key`` is the call, ``what`` a prompt or a number of pages.
+
+    See ``script/tree.py``. No allocator is driven with these, so they are no ``Op``.
+    """
+
+    key: str
+    what: str | int
+
+
 Op = (
     Alloc
     | AllocTail
@@ -199,9 +210,12 @@ PAIRS: tuple[type[Recover | Adopt | Replace | Overwrite], ...] = (
 )
 
 
-def describe(op: Op) -> str:
+def describe(op: Op | TreeOp) -> str:
     """Return the operation as one short line: ``recover node from incoming``."""
     match op:
+        case TreeOp(key, what):
+            pages = "page" if what == 1 else "pages"
+            return f"{key} {what} {pages}" if isinstance(what, int) else f"{key} {what}"
         case Alloc(node, pages):
             return f"alloc {node}" + (f", {pages} pages" if pages != 1 else "")
         case AllocTail(node, pages, tail):

@@ -124,24 +124,29 @@ def load(name: str) -> Scenario:
         path = folder() / f"{name}.toml"
     else:
         raise ScriptError(unknown("scenario", name, names()))
+    return parse(read_text(path), name=path.stem, source=str(path))
+
+
+def read_text(path: Path) -> str:
+    """Return what a scenario file holds; raises ``ScriptError``."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ScriptError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, no scenario is")
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ScriptError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, ValueError):
         raise ScriptError(f"{path}: not a UTF-8 text file") from None
-    return parse(text, name=path.stem, source=str(path))
 
 
 def parse(text: str, *, name: str, source: str) -> Scenario:
     """Return the scenario that ``text`` (TOML) describes; ``source`` names it in errors."""
-    try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ScriptError(f"{source}: broken TOML: {error}") from None
-    return _Reader(source).scenario(name, data)
+    reader = _Reader(source)
+    data = reader.data(text)
+    return reader.scenario(name, data, reader.steps(data.get("steps")))
+
+
+_KEYS = ("schema", "title", "upstream", "reach", "story", "steps", "pools", "expect", "known")
 
 
 class _Reader:
@@ -150,26 +155,22 @@ class _Reader:
     def __init__(self, source: str) -> None:
         self.source = source
 
+    def data(self, text: str, *more: str) -> dict[str, Any]:
+        try:
+            data = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+            raise ScriptError(f"{self.source}: broken TOML: {error}") from None
+        self.keys("", data, (*_KEYS, *more))
+        if data.get("schema") != SCHEMA:
+            raise self.fail("schema", f"this swaleak reads schema = {SCHEMA}")
+        return data
+
     def fail(self, place: str, reason: str) -> ScriptError:
         return ScriptError(
             f"{self.source}: {place}: {reason}" if place else f"{self.source}: {reason}"
         )
 
-    def scenario(self, name: str, data: dict[str, Any]) -> Scenario:
-        keys = (
-            "schema",
-            "title",
-            "upstream",
-            "reach",
-            "story",
-            "steps",
-            "pools",
-            "expect",
-            "known",
-        )
-        self.keys("", data, keys)
-        if data.get("schema") != SCHEMA:
-            raise self.fail("schema", f"this swaleak reads schema = {SCHEMA}")
+    def scenario(self, name: str, data: dict[str, Any], steps: tuple[Op, ...]) -> Scenario:
         pools = self.table(
             "pools", data.get("pools", {}), ("full_pages", "swa_pages", "page_sizes")
         )
@@ -181,7 +182,7 @@ class _Reader:
         return Scenario(
             name=name,
             title=self.text("title", data.get("title", name)),
-            steps=self.steps(data.get("steps")),
+            steps=steps,
             reach=self.choice("reach", data.get("reach", "production"), REACHES),
             story=self.text("story", data.get("story", "")),
             upstream=self.texts("upstream", data.get("upstream", [])),
@@ -223,17 +224,24 @@ class _Reader:
             **notes,
         )
 
-    def steps(self, value: Any) -> tuple[Op, ...]:
+    def step_tables(self, value: Any) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise self.fail("steps", "needs a non-empty array of tables")
         if len(value) > MAX_STEPS:
             raise self.fail("steps", f"{len(value)} steps, at most {MAX_STEPS} are read")
-        return tuple(self.step(f"step {i}", step) for i, step in enumerate(value, start=1))
+        return value
 
-    def step(self, place: str, step: Any) -> Op:
+    def steps(self, value: Any) -> tuple[Op, ...]:
+        tables = self.step_tables(value)
+        return tuple(self.step(f"step {i}", step) for i, step in enumerate(tables, start=1))
+
+    def first_key(self, place: str, step: Any) -> str:
         if not isinstance(step, dict) or not step:
             raise self.fail(place, "must be a table such as { alloc = 'node' }")
-        key = next(iter(step))
+        return str(next(iter(step)))
+
+    def step(self, place: str, step: Any) -> Op:
+        key = self.first_key(place, step)
         if key not in _STEPS:
             raise self.fail(place, unknown("operation", key, _STEPS))
         build, extra = _STEPS[key]

@@ -108,9 +108,20 @@ class Driver:
         """``free_swa_segment`` (0.5.20 and later) with ``start_pos`` = 0, else ``free_swa``."""
         self._segment("free_swa_segment", "free_swa", full)
 
+    def free_full_segment(self, full: Tensor) -> None:
+        """``free_full_segment`` (0.5.20 and later) with ``start_pos`` = 0, else ``free_full``."""
+        if hasattr(self.allocator, "free_full_segment"):
+            self.allocator.free_full_segment(full, start_pos=0)
+        else:
+            self.free_full(full)
+
     def free_full_pool(self, full: Tensor) -> None:
         """``full_attn_allocator.free``."""
         self.full_pool.free(full)
+
+    def free_swa_pool(self, swa: Tensor) -> None:
+        """``swa_attn_allocator.free``."""
+        self.swa_pool.free(swa)
 
     def translate(self, full: Tensor) -> Tensor:
         """``translate_loc_from_full_to_swa``."""

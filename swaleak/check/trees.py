@@ -1,0 +1,125 @@
+"""One case at the level of the radix cache: a tree script on a cache, and was that declared?"""
+
+from __future__ import annotations
+
+from swaleak.check.audit import Audit, audit, read
+from swaleak.check.case import Case
+from swaleak.check.ledger import Ledger, Node
+from swaleak.check.picture import picture
+from swaleak.check.replay import Run, Step
+from swaleak.errors import ScriptError, UsageError
+from swaleak.script.ops import Expect
+from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Outcome
+from swaleak.script.tree import TreeScenario
+from swaleak.sglang.tree import Caches, PoolEmpty, Tree
+from swaleak.target import SHIPPED, Target
+
+
+def tree_cases(
+    scenario: TreeScenario,
+    caches: Caches,
+    target: Target,
+    strategy: str,
+    page_sizes: tuple[int, ...],
+    *,
+    keep_steps: bool = False,
+) -> list[Case]:
+    """Run a script on every cache it names and the installed SGLang has.
+
+    ``target``: the same SGLang's allocator; it knows the release and the strategy it ships. The
+    strategy that SGLang ships runs its class untouched, or as the plugin has left it
+    (``SWALEAK=fix:…``), which is then shown as grafted.
+    """
+    return [
+        _case(scenario, caches, target, strategy, cache, page_size, keep_steps)
+        for cache in scenario.caches
+        if cache not in caches.left_out
+        for page_size in page_sizes
+    ]
+
+
+def _case(
+    scenario: TreeScenario,
+    caches: Caches,
+    target: Target,
+    strategy: str,
+    cache: str,
+    page_size: int,
+    keep_steps: bool,
+) -> Case:
+    about = scenario.on(cache)
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise UsageError(f"page size {page_size}: must be from 1 to {MAX_PAGE_SIZE}")
+    if max(about.full_pages, about.swa_pages) * page_size > MAX_SLOTS:
+        raise UsageError(f"{about.name}: over the limit of {MAX_SLOTS} slots a pool")
+    untouched = target.origin(strategy) == SHIPPED
+    repaired = caches.repaired_by if strategy == SHIPPED else None
+    # asked for by its name, a strategy is what it says, whatever the plugin has done to the class
+    asked = strategy if not untouched or (caches.repaired_by and strategy != SHIPPED) else None
+    tree = caches.make(cache, asked, about.full_pages, about.swa_pages, page_size, scenario.window)
+    run = _play(scenario, tree, keep_steps)
+    known = None
+    if repaired or asked:
+        declared: Outcome | None = scenario.about.declared(repaired or strategy)
+    else:
+        known = about.known_failure(target.version, page_size)
+        declared = known.outcome if known else Outcome("clean") if target.version else None
+    origin = "grafted" if repaired or asked else SHIPPED
+    return Case(about, target.name, strategy, origin, page_size, run, declared, known)
+
+
+def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:
+    """Play all steps, drop the locks, let the cache check itself."""
+    steps: list[Step] = []
+    unmet: list[str] = []
+    failed_at: int | None = None
+    seen = _look(tree)
+    raised: str | None = None
+    number = 0
+    try:
+        for number, step in enumerate(scenario.steps, start=1):
+            if isinstance(step, Expect):
+                unmet += _unmet(number, step, seen)
+            else:
+                tree.play(step)
+                seen = _look(tree)
+            if seen.violations and failed_at is None:
+                failed_at = number
+            if keep_steps:
+                pages = picture(read(tree.state()), _ledger(tree), steps[-1].pages if steps else ())
+                steps.append(Step(step, seen, tree.in_group, pages))
+        tree.settle()
+    except PoolEmpty as error:
+        raise ScriptError(
+            f"{scenario.about.source or scenario.about.name}: step {number}: {error}"
+        ) from None
+    except Exception as error:  # whatever SGLang's code raises is a result, not a crash
+        raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        failed_at = failed_at or number
+        seen = _look(tree)
+    verdict = seen.verdict if seen.violations or not raised else "error"
+    return Run(
+        verdict=verdict,
+        audit=seen,
+        failed_at=failed_at,
+        raised=raised,
+        unmet=tuple(unmet),
+        steps=tuple(steps),
+    )
+
+
+def _look(tree: Tree) -> Audit:
+    return audit(tree, _ledger(tree))
+
+
+def _ledger(tree: Tree) -> Ledger:
+    nodes = {name: Node(*owned) for name, owned in tree.owners().items()}
+    return Ledger(tree.page_size, nodes, in_group=tree.in_group)
+
+
+def _unmet(number: int, step: Expect, seen: Audit) -> list[str]:
+    return [
+        f"step {number} expects {name} {wanted}, found {getattr(seen, name)}"
+        for name in ("physical", "mapped")
+        if (wanted := getattr(step, name)) not in (None, getattr(seen, name))
+    ]

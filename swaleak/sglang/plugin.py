@@ -1,0 +1,131 @@
+"""The SGLang plugin: record, audit and repair a live server. Named in ``sglang.srt.plugins``.
+
+SGLang loads it in its main and scheduler processes, before the pools are built. It does nothing,
+and imports nothing, unless the environment variable ``SWALEAK`` asks for it: ``record:FILE``,
+``audit``, ``fix:barrier`` or ``fix:enqueue``, combined with commas.
+
+The class is patched where every importer sees it: its ``__new__`` makes instances of a subclass
+of it, so ``isinstance`` and the subclasses that SGLang itself has keep working.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+VARIABLE = "SWALEAK"
+FIXES = ("barrier", "enqueue")
+logger = logging.getLogger("swaleak")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What ``SWALEAK`` asks for. ``record``: a path; ``fix``: one of ``FIXES``."""
+
+    record: str | None = None
+    audit: bool = False
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        parts = [f"record:{self.record}"] if self.record else []
+        parts += ["audit"] if self.audit else []
+        parts += [f"fix:{self.fix}"] if self.fix else []
+        return ",".join(parts)
+
+
+def read_wish(text: str) -> Wish:
+    """Return what ``text`` asks for. Raises ``ValueError`` with a sentence."""
+    record, audit, fix = None, False, None
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        word, _, value = part.partition(":")
+        if word == "record" and value:
+            record = value
+        elif part == "audit":
+            audit = True
+        elif word == "fix" and value in FIXES:
+            fix = value
+        else:
+            raise ValueError(
+                f"{VARIABLE}={text}: {part!r} is none of record:FILE, audit, "
+                + ", ".join(f"fix:{fix}" for fix in FIXES)
+            )
+    return Wish(record, audit, fix)
+
+
+def activate() -> None:
+    """The entry point. Never raises: a server must start whatever is wrong here."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return
+    try:
+        wish = read_wish(text)
+        if wish != Wish():
+            _install(wish)
+    except ValueError as error:
+        logger.error("swaleak does nothing: %s", error)
+    except Exception:
+        logger.exception("swaleak does nothing: it does not fit this SGLang")
+
+
+def _install(wish: Wish) -> None:
+    """Patch SGLang's class in place. Raises ``ImportError`` where SGLang is not what we know."""
+    from sglang.srt.mem_cache.allocator.swa import (  # type: ignore[import-not-found]
+        SWATokenToKVPoolAllocator as base,
+    )
+
+    from swaleak.allocator.strategy import STRATEGIES
+    from swaleak.sglang.adapter import graft
+
+    fix = wish.fix
+    if fix and (has := _ships()) != "deferred":
+        logger.warning("swaleak: this SGLang already frees by %s; fix:%s is not needed", has, fix)
+        fix = None
+    made: type[Any] = graft(base, STRATEGIES[fix]) if fix else base
+    if wish.record or wish.audit:
+        made = watched_by(made, wish, fix)
+        logger.warning("swaleak: %s is watched: %s", base.__name__, replace(wish, fix=fix))
+    if fix:
+        logger.warning(
+            "swaleak: %s frees by %s from now on, in place of SGLang's own free groups",
+            base.__name__,
+            STRATEGIES[fix].long_name,
+        )
+    if made is not base:
+
+        def __new__(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
+            return object.__new__(made if kind is base else kind)
+
+        base.__new__ = __new__
+
+
+def _ships() -> str:
+    """Return the strategy that this SGLang has of its own, tried on a copy of its class."""
+    import torch
+
+    from swaleak.sglang.adapter import Driver, ships
+    from swaleak.sglang.loader import load
+    from swaleak.sglang.shims import BaseSWAKVPool
+    from swaleak.sglang.source import from_installed
+
+    class_ = load(from_installed(), "cpu")
+    return ships(Driver(class_(4, 4, 1, torch.bfloat16, "cpu", BaseSWAKVPool(), False)))
+
+
+def watched_by(base: type[Any], wish: Wish, fix: str | None) -> type[Any]:
+    """Return ``base`` with the auditor, the recorder or both. ``fix``: what is grafted on it."""
+    from swaleak.sglang.live import Auditor, Gauge, connect
+    from swaleak.sglang.record import Recorder
+    from swaleak.sglang.watch import Hooks, watched
+
+    def add(allocator: Any, hooks: Hooks) -> None:
+        gauge = Gauge(allocator)
+        observers: list[Any] = [Auditor(gauge, fix)] if wish.audit else []
+        if wish.record:
+            observers.append(Recorder(allocator, gauge, wish.record, fix))
+        connect(gauge, hooks, [observer.ended for observer in observers])
+        for observer in observers:
+            observer.connect(hooks)
+
+    return watched(base, add)

@@ -1,0 +1,299 @@
+"""The recorder: turns the calls that reach a live allocator into a trace; see ``script/trace.py``.
+
+A call costs a copy of its slots; names and lines are made when the group ends, for all of its
+calls together.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swaleak.script.trace import HANDS_OUT, Header, Ranges, TraceWriter, line
+from swaleak.sglang.live import Gauge
+from swaleak.sglang.watch import FREES, FULL_FREES, RESETS, Hooks, slots_of
+
+FEW = 64  # slots that are looked up one by one
+MANY = 512  # calls outside groups that are kept at most
+PARAMETERS = {
+    "alloc_extend": ("prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu", "last_loc"),
+    "alloc_decode": ("seq_lens", "seq_lens_cpu", "last_loc"),
+}
+PARAMETERS["alloc_extend_swa_tail"] = (
+    *PARAMETERS["alloc_extend"],
+    "extend_num_tokens",
+    "swa_tail_len",
+)
+SHORT = {"alloc_extend": "extend", "alloc_decode": "decode", "alloc_extend_swa_tail": "tail"}
+
+
+# a call not written yet: its name, full slots, SWA slots (int64[n] each), what else it takes
+Kept = tuple[str, Tensor | None, Tensor | None, dict[str, Any] | None]
+
+
+class Numbers:
+    """Every slot a pool hands out gets the next number; this is who has which, 8 bytes a slot.
+
+    A few slots are looked up one by one, which is faster than five kernels; many, by kernels. Both
+    see the same memory.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.of_slot = array("q", bytes(8 * (slots + 1)))
+        self.tensor = torch.frombuffer(self.of_slot, dtype=torch.int64)
+        self.next = 1
+
+    def give(self, slots: Tensor) -> int:
+        """Number ``slots``, int64[n], in order. Returns the first number."""
+        first, count = self.next, slots.numel()
+        self.next = first + count
+        if count <= FEW:
+            for number, slot in enumerate(slots.tolist(), start=first):
+                self.of_slot[slot] = number
+        else:
+            self.tensor[slots] = torch.arange(first, self.next)
+        self.of_slot[0] = 0  # the padding slot is nobody's: "no peer"
+        return first
+
+    def ranges(self, several: list[Tensor]) -> list[Ranges]:
+        """Return the numbers of slots, int64[n] each, as ranges; see ``script/trace.py``."""
+        lengths = [slots.numel() for slots in several]
+        if sum(lengths) <= FEW * len(lengths):
+            return [self._one_by_one(slots.tolist()) for slots in several]
+        numbers = self.tensor[torch.cat(several)]
+        ends = torch.tensor(lengths).cumsum(0)
+        step = numbers.diff()
+        nobody = numbers == 0
+        fresh = torch.ones(numbers.numel() + 1, dtype=torch.bool)
+        fresh[1:-1] = torch.where(nobody[:-1], step != 0, step != 1)
+        fresh[ends] = True
+        starts = fresh.nonzero().reshape(-1)
+        cuts = torch.searchsorted(starts, ends).tolist()
+        pairs = torch.stack((numbers[starts[:-1]], starts.diff()), 1).tolist()
+        return [pairs[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
+
+    def _one_by_one(self, slots: list[int]) -> Ranges:
+        of_slot, found, last, follows = self.of_slot, [], [0, 0], -1
+        for slot in slots:
+            number = of_slot[slot]
+            if number == follows:
+                last[1] += 1
+                follows += number > 0
+            else:
+                last = [number, 1]
+                found.append(last)
+                follows = number + 1 if number else 0
+        return found
+
+
+class Recorder:
+    """Writes one allocator's trace. ``fix``: the strategy that is grafted on the class."""
+
+    def __init__(self, allocator: Any, gauge: Gauge, path: str, fix: str | None) -> None:
+        self.allocator = allocator
+        self.gauge = gauge
+        self.fix = fix
+        self.writer = TraceWriter(path)
+        self.on_host = gauge.mapping.device.type == "cpu"
+        self._start()
+
+    def connect(self, hooks: Hooks) -> None:
+        """Ask for every call that allocates, frees, points or groups."""
+        hooks.add(["alloc"], None, self._alloc)
+        for name in PARAMETERS:
+            hooks.add([name], None, self._grow(name))
+        for name in (*FREES, *FULL_FREES):
+            hooks.add([name], self._free(name))
+        hooks.add(["clear_full_to_swa_mapping"], self._free("clear"))
+        hooks.add(["set_full_to_swa_mapping"], self._point)
+        hooks.add(["full.alloc"], None, self._take("full"))
+        hooks.add(["swa.alloc"], None, self._take("swa"))
+        hooks.add(["full.free"], self._free_full_pool)
+        hooks.add(["swa.free"], self._free_swa_pool)
+        hooks.add(["free_group_begin"], self._begin)
+        hooks.add(RESETS, None, self._reset)
+
+    def _start(self) -> None:
+        size = self.gauge.page_size
+        full_pages = int(self.allocator.full_attn_allocator.size) // size
+        self.writer.start(
+            Header(size, full_pages, self.gauge.pages, _sglang_version(), _rank(), self.fix)
+        )
+        self.kept: list[Kept] = []
+        self.last: Ranges = []
+        self.full = Numbers(len(self.gauge.mapping))
+        self.swa = Numbers((self.gauge.pages + 1) * size)
+
+    def _reset(self, *_: Any) -> None:
+        self._write()
+        self._start()
+
+    def _alloc(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
+        if result is not None:
+            self._keep(("alloc", result, self.gauge.mapping[result], None))
+
+    def _grow(self, name: str) -> Callable[..., None]:
+        op, parameters = SHORT[name], PARAMETERS[name]
+
+        def after(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor | None) -> None:
+            if result is None:
+                return
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            rest: dict[str, Any] = {"seq": given["seq_lens_cpu"].tolist()}
+            if "prefix_lens_cpu" in given:
+                rest["prefix"] = given["prefix_lens_cpu"].tolist()
+            if "swa_tail_len" in given:
+                rest["tail"] = int(given["swa_tail_len"])
+            last = given["last_loc"].clamp(min=0)  # -1, "no slot before": nobody's, as slot 0
+            self._keep(("last", last, None, None))
+            self._keep((op, result, self.gauge.mapping[result], rest))
+
+        return after
+
+    def _take(self, pool: str) -> Callable[..., None]:
+        def after(_args: Any, _kwargs: Any, result: Tensor | None) -> None:
+            if result is None:
+                return
+            if pool == "full":
+                self._keep(("alloc_full", result, None, None))
+            else:
+                self._keep(("alloc_swa", None, result, None))
+
+        return after
+
+    def _free(self, name: str) -> Callable[..., None]:
+        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.kept.append((name, slots_of(args, kwargs).clone(), None, None))
+
+        return before
+
+    def _point(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        full, swa = (*args, *kwargs.values())
+        taken = self.kept[-2:]
+        if len(taken) == 2 and taken[0][1] is full and taken[1][2] is swa:
+            self.kept[-2:] = [("alloc_both", full, swa, None)]  # three calls, one line
+        else:
+            self._keep(("point", full.clone(), swa.clone(), None))
+
+    def _free_full_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # a cache that has re-pointed a node clears the newcomer's entries without any call
+        slots = slots_of(args, kwargs)
+        peers = {"peers": self.gauge.mapping[slots]}
+        self.kept.append(("free_full_pool", slots.clone(), None, peers))
+
+    def _free_swa_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keep(("free_swa_pool", None, slots_of(args, kwargs).clone(), None))
+
+    def _begin(self, _args: Any, _kwargs: Any) -> None:
+        self._keep(("begin", None, None, None))
+
+    def ended(self, physical: int, mapped: int) -> None:
+        """A group has ended; these are the SWA pages in use and mapped."""
+        self.kept.append(("end", None, None, {"physical": physical, "mapped": mapped}))
+        self._write()
+
+    def _keep(self, call: Kept) -> None:
+        self.kept.append(call)
+        if len(self.kept) > MANY:
+            self._write()
+
+    def _write(self) -> None:
+        """Write all that is kept. Slots get their numbers in the order of the calls."""
+        kept, self.kept = self.kept, []
+        if not self.on_host:
+            kept = _to_host(kept)
+        text: list[str] = []
+        waiting: list[Kept] = []
+        freed = False
+        for call in kept:
+            op = call[0]
+            if op in HANDS_OUT:
+                if freed or op in GROWS:
+                    # what is handed out now may have been freed by a call that still waits
+                    self._name(waiting, text)
+                    waiting, freed = [], False
+                waiting.append(self._number(call))
+            else:
+                freed = freed or op.startswith("free")
+                waiting.append(call)
+        self._name(waiting, text)
+        self.writer.write("".join(text))
+
+    def _number(self, call: Kept) -> Kept:
+        """Give numbers to what a call hands out. Its line is finished, unless it has a rest."""
+        op, full, swa, rest = call
+        data = dict(rest) if rest else {}
+        if full is not None:
+            data["full"], data["n"] = self.full.give(full), full.numel()
+        if swa is not None:
+            data["swa"], data["n"] = self.swa.give(swa), swa.numel()
+        if rest:
+            return op, None, None, data
+        numbers = "".join(f',"{key}":{value}' for key, value in data.items())
+        return f'{{"op":"{op}"{numbers}}}\n', None, None, None
+
+    def _name(self, calls: list[Kept], text: list[str]) -> None:
+        """Append the lines of ``calls``, their slots named by numbers."""
+        fulls = [call[1] for call in calls if call[1] is not None]
+        swas = [call[2] for call in calls if call[2] is not None]
+        full, swa = iter(self.full.ranges(fulls)), iter(self.swa.ranges(swas))
+        for op, has_full, has_swa, rest in calls:
+            if has_swa is None and has_full is not None and op != "last":  # a free, as most are
+                more = ""
+                if rest is not None:
+                    more = ',"cleared":false' if rest["peers"].any() else ',"cleared":true'
+                text.append(f'{{"op":"{op}","full":{next(full)}{more}}}\n')
+            elif op.startswith("{"):
+                text.append(op)
+            elif op == "last":
+                self.last = next(full)
+            else:
+                data = dict(rest) if rest else {}
+                if has_full is not None:
+                    data["full"] = next(full)
+                if has_swa is not None:
+                    data["swa"] = next(swa)
+                if op in GROWS:
+                    data["last"] = self.last
+                text.append(line(op, data))
+
+
+GROWS = frozenset(SHORT.values())
+
+
+def _to_host(kept: list[Kept]) -> list[Kept]:
+    """Return the same calls with their slots on the host: one copy, one wait."""
+    tensors = [t for _, full, swa, _ in kept for t in (full, swa) if t is not None]
+    tensors += [rest["peers"] for *_, rest in kept if rest and "peers" in rest]
+    if not tensors:
+        return kept
+    flat = torch.cat([tensor.reshape(-1).long() for tensor in tensors]).cpu()
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
+    moved: list[Kept] = [
+        (op, None if full is None else next(parts), None if swa is None else next(parts), rest)
+        for op, full, swa, rest in kept
+    ]
+    return [
+        (op, full, swa, rest | {"peers": next(parts)} if rest and "peers" in rest else rest)
+        for op, full, swa, rest in moved
+    ]
+
+
+def _sglang_version() -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return 0

@@ -1,0 +1,218 @@
+"""Recording, auditing, following and shrinking, on the built-in model: no SGLang needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategy import STRATEGIES
+from swaleak.check.case import run_case
+from swaleak.check.follow import follow
+from swaleak.check.replay import Player
+from swaleak.errors import ScriptError, UsageError
+from swaleak.script import ops, scenario
+from swaleak.script.trace import Header, TraceReader
+from swaleak.script.write import to_toml
+from swaleak.search.reduce import reduce
+from swaleak.sglang import plugin
+from swaleak.sglang.adapter import Driver
+from swaleak.sglang.live import Gauge
+from swaleak.sglang.watch import watched
+from swaleak.target import Builtin
+
+PAGES = 16
+PRODUCTION = [s.name for s in scenario.catalogue() if s.reach == "production"]
+
+
+def watched_driver(wish: str, strategy: str, page_size: int) -> Driver:
+    class_ = plugin.watched_by(HybridAllocator, plugin.read_wish(wish), None)
+    slots = PAGES * page_size
+    return Driver(class_(slots, slots, page_size, "cpu", STRATEGIES[strategy]))
+
+
+def play(driver: Driver, steps: tuple[ops.Op, ...]) -> list[tuple[int, int]]:
+    """Play a script; SWA pages in use and mapped after each group, counted in full."""
+    player, counts = Player(driver), []
+    for step in steps:
+        player.play(step)
+        if step == ops.Group("end"):
+            state = driver.state()
+            mapped = state.mapping[state.mapping > 0] // state.page_size
+            counts.append((state.swa_pages - len(state.swa_free), len(torch.unique(mapped))))
+    return counts
+
+
+def recorded(tmp_path: Path, name: str, strategy: str, page_size: int) -> tuple[Path, list]:
+    driver = watched_driver(f"record:{tmp_path}/t.jsonl", strategy, page_size)
+    counts = play(driver, scenario.load(name).steps)
+    (path,) = tmp_path.glob("t.*.jsonl")
+    return path, counts
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("strategy", ["deferred", "enqueue", "barrier"])
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_a_trace_replays_to_the_same_counts(name, strategy, page_size, tmp_path):
+    if page_size not in scenario.load(name).page_sizes:
+        pytest.skip(f"{name} has no page size {page_size}")
+    path, counts = recorded(tmp_path, name, strategy, page_size)
+    target = Builtin("cpu")
+    ends = []
+    followed = follow(
+        TraceReader(path),
+        lambda sizes: target.make(strategy, sizes),
+        lambda seen: ends.append((seen.last.physical, seen.last.mapped)) or False,
+    )
+    leaks = name == "tombstone-recovery" and strategy == "deferred"
+    assert (ends, followed.differ, followed.verdict) == (counts, 0, "leak" if leaks else "clean")
+
+
+@pytest.mark.parametrize("other", ["eager", "enqueue", "barrier"])
+def test_a_trace_that_leaks_is_clean_under_the_fixes(other, tmp_path):
+    path, _ = recorded(tmp_path, "tombstone-recovery", "deferred", 4)
+    target = Builtin("cpu")
+    followed = follow(TraceReader(path), lambda sizes: target.make(other, sizes))
+    assert (followed.verdict, followed.last.physical, followed.last.mapped) == ("clean", 2, 2)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_trace_shrinks_to_a_scenario_that_still_leaks(page_size, tmp_path):
+    path, _ = recorded(tmp_path, "tombstone-recovery", "deferred", page_size)
+    target = Builtin("cpu")
+    small, _ = reduce(path, target, "deferred")
+    again = scenario.parse(to_toml(small), name=small.name, source="")
+    verdicts = [run_case(again, target, name, page_size).verdict for name in STRATEGIES]
+    assert (again.steps, len(again.steps) <= 8, verdicts) == (
+        small.steps,
+        True,
+        ["clean", "leak", "clean", "clean"],
+    )
+
+
+def test_shrinking_a_clean_trace_is_refused(tmp_path):
+    path, _ = recorded(tmp_path, "steady-group", "deferred", 4)
+    with pytest.raises(UsageError, match="nothing to shrink"):
+        reduce(path, Builtin("cpu"), "deferred")
+
+
+HEADER = {"schema": "swaleak-trace/1", "page_size": 4, "full_pages": 8, "swa_pages": 8}
+ALLOC = {"op": "alloc_both", "full": 1, "swa": 1, "n": 4}
+BROKEN = [
+    ("", "holds no complete line"),
+    ("nonsense\n", "line 1: not a line of JSON"),
+    ('{"op":"begin"}\n', "line 1: not a swaleak-trace/1 header"),
+    (json.dumps(HEADER | {"page_size": 0}) + "\n", "line 1: sizes in a header"),
+    (json.dumps(HEADER | {"page_size": 8192}) + "\n", "line 1: over the limit"),
+    (json.dumps(HEADER | {"more": 1}) + "\n", "line 1: a header with unknown"),
+    (json.dumps(HEADER) + '\n{"op":"fly"}\n', "line 2: unknown operation 'fly'"),
+    (json.dumps(HEADER) + '\n{"op":"free"}\n', "line 2: free takes full"),
+    (json.dumps(HEADER) + '\n{"op":"free","full":[[1]]}\n', "line 2: free: full is"),
+    (json.dumps(HEADER) + '\n{"op":"free","full":[[1,4]]}\n', "line 2: nobody holds the slot"),
+    ("\n".join(map(json.dumps, (HEADER, ALLOC, ALLOC))) + "\n", "line 3: slot number 1 was handed"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), BROKEN, ids=[reason for _, reason in BROKEN])
+def test_a_broken_trace_is_one_sentence(text, reason, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    target = Builtin("cpu")
+    with pytest.raises(ScriptError, match=reason):
+        follow(TraceReader(path), lambda sizes: target.make("barrier", sizes))
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    path, counts = recorded(tmp_path, "tombstone-recovery", "deferred", 4)
+    whole = path.read_text()
+    path.write_text(whole + '{"op":"free","full":[[1')
+    reader, target = TraceReader(path), Builtin("cpu")
+    followed = follow(reader, lambda sizes: target.make("deferred", sizes))
+    assert (followed.groups, "is torn" in reader.torn) == (len(counts), True)
+
+
+def test_a_header_further_down_starts_again(tmp_path):
+    driver = watched_driver(f"record:{tmp_path}/t.jsonl", "deferred", 4)
+    steps = scenario.load("tombstone-recovery").steps
+    play(driver, steps)
+    driver.allocator.clear()
+    play(driver, steps)
+    (path,) = tmp_path.glob("t.*.jsonl")
+    items = list(TraceReader(path))
+    target = Builtin("cpu")
+    followed = follow(items, lambda sizes: target.make("deferred", sizes))
+    headers = sum(isinstance(item, Header) for item in items)
+    assert (headers, followed.groups, followed.differ) == (2, 2, 0)
+
+
+def test_the_auditor_names_the_page_the_calls_and_the_fix(caplog):
+    driver = watched_driver("audit", "deferred", 4)
+    play(driver, scenario.load("tombstone-recovery").steps)
+    (record,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    parts = (
+        "SWA page 2 is lost",
+        "(physical 2, mapped 1)",
+        "queued by free_swa at ",
+        "re-pointed by set_full_to_swa_mapping at ",
+        "adapter.py:",
+        "SWALEAK=fix:barrier",
+    )
+    assert [part for part in parts if part not in record] == []
+
+
+@pytest.mark.parametrize("strategy", ["enqueue", "barrier"])
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_the_auditor_is_silent_about_what_is_right(name, strategy, caplog):
+    driver = watched_driver("audit", strategy, 4)
+    play(driver, scenario.load(name).steps)
+    assert caplog.records == []
+
+
+def test_the_gauge_counts_what_a_full_look_counts():
+    driver = watched_driver("audit", "deferred", 4)
+    gauge = Gauge(driver.allocator)
+    counts = play(driver, scenario.load("tombstone-recovery").steps)
+    assert [(gauge.physical(), gauge.mapped())] == counts
+
+
+def test_a_hook_that_raises_stops_the_watching_and_nothing_else(caplog):
+    def connect(_allocator, hooks):
+        def broken(*_):
+            raise RuntimeError("a bug of ours")
+
+        hooks.add(["free_swa", "full.free"], broken, broken)
+
+    class_ = watched(HybridAllocator, connect)
+    driver = Driver(class_(64, 64, 4, "cpu", STRATEGIES["barrier"]))
+    counts = play(driver, scenario.load("tombstone-recovery").steps)
+    told = [record.getMessage() for record in caplog.records]
+    assert (counts, told) == (
+        [(2, 2)],
+        ["swaleak: watching failed and has stopped; the server is not affected"],
+    )
+
+
+WISHES = [
+    ("audit", plugin.Wish(audit=True)),
+    ("record:/a/b.jsonl", plugin.Wish(record="/a/b.jsonl")),
+    ("audit, fix:barrier", plugin.Wish(audit=True, fix="barrier")),
+    ("record:f,audit,fix:enqueue", plugin.Wish("f", True, "enqueue")),
+    (" ,", plugin.Wish()),
+]
+
+
+@pytest.mark.parametrize(("text", "wish"), WISHES)
+def test_a_wish_is_read(text, wish):
+    assert plugin.read_wish(text) == wish
+
+
+@pytest.mark.parametrize("text", ["fix", "fix:eager", "record:", "audit:x", "barrier"])
+def test_a_wish_nobody_can_fulfil_is_logged_and_nothing_happens(text, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.VARIABLE, text)
+    plugin.activate()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("swaleak does nothing: SWALEAK=")
