@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swaleak.sglang.watch import (
+    EDGES,
     FREES,
     POINTS,
     RESETS,
@@ -90,6 +91,8 @@ class Auditor:
 
     ``fix``: the strategy that is grafted on the class, if any.
     """
+
+    CALLS = (*FREES, *POINTS, *RESETS, *EDGES)  # those it wants to hear of
 
     def __init__(self, gauge: Gauge, fix: str | None) -> None:
         self.gauge = gauge

@@ -128,4 +128,4 @@ def watched_by(base: type[Any], wish: Wish, fix: str | None) -> type[Any]:
         for observer in observers:
             observer.connect(hooks)
 
-    return watched(base, add)
+    return watched(base, add, None if wish.record else Auditor.CALLS)

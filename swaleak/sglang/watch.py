@@ -25,6 +25,8 @@ FREES = ("free", "free_swa", "free_segment", "free_swa_segment")
 FULL_FREES = ("free_full", "free_full_segment")
 POINTS = ("set_full_to_swa_mapping", "clear_full_to_swa_mapping")
 RESETS = ("clear", "resize")
+EDGES = ("free_group_begin", "free_group_end")
+EVERY_CALL = (*ALLOCS, *FREES, *FULL_FREES, *POINTS, *RESETS, *EDGES)
 # frees that stand for others, such as free_page_ids, are made inside a call of the allocator
 POOL_CALLS = ("full.alloc", "full.free", "swa.alloc", "swa.free")
 
@@ -70,10 +72,13 @@ class Hooks:
         logger.exception("swaleak: watching failed and has stopped; the server is not affected")
 
 
-def watched(base: type[Any], connect: Callable[[Any, Hooks], None]) -> type[Any]:
+def watched(
+    base: type[Any], connect: Callable[[Any, Hooks], None], calls: Iterable[str] | None = None
+) -> type[Any]:
     """Return a subclass of ``base``; ``connect(instance, hooks)`` is called for each instance.
 
-    ``connect`` runs when the pools exist, and adds the hooks.
+    ``connect`` runs when the pools exist, and adds the hooks. ``calls``: the allocator's calls that
+    hooks may be added for, by default all; the others stay as they are, and cost nothing.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,8 +93,7 @@ def watched(base: type[Any], connect: Callable[[Any, Hooks], None]) -> type[Any]
             self.swaleak.fail()
 
     members: dict[str, Any] = {"__init__": __init__, "__doc__": base.__doc__}
-    edges = ("free_group_begin", "free_group_end")
-    for name in (*ALLOCS, *FREES, *FULL_FREES, *POINTS, *RESETS, *edges):
+    for name in EVERY_CALL if calls is None else calls:
         if hasattr(base, name):
             members[name] = _told(name, getattr(base, name))
     return type(f"Watched{base.__name__}", (base,), members)
