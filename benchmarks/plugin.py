@@ -117,6 +117,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, SGLang {from_installed().version}, one thread, CPU time\n")
     print("| churn | arm | ms a group | to plain |\n|---|---|--:|--:|")
     with tempfile.TemporaryDirectory() as folder:
+        whole: dict[str, float] = {}
         for cache in ("swa", "unified"):
             for page_size in (1, 4):
                 classes = arms(base, folder)
@@ -126,9 +127,14 @@ def main() -> None:
                     asked.rounds,
                 )
                 for name, spent in seconds.items():
+                    whole[name] = whole.get(name, 0) + spent
                     ms = spent / (asked.requests // BATCH) * 1e3
                     extra = f"{(ratios[name] - 1) * 100:+.1f} %"
                     print(f"| {cache}, page {page_size} | {name} | {ms:.3f} | {extra} |")
+        for name, spent in whole.items():
+            ms = spent / (asked.requests // BATCH) / 4 * 1e3
+            extra = f"{(spent / whole['plain'] - 1) * 100:+.1f} %"
+            print(f"| **both caches, both sizes** | {name} | {ms:.3f} | {extra} |")
         caches.allocator = base
         print(f"\nfull {FULL:,}, SWA {SWA:,} slots, page {PAGE}: 8 requests of 32 pages a group\n")
         print("| arm | ms a group | more than plain |\n|---|--:|--:|")
