@@ -5,7 +5,6 @@ Torch is imported inside the commands that need it, so that ``--help`` and ``lis
 
 from __future__ import annotations
 
-import gc
 import io
 import sys
 import warnings
@@ -17,18 +16,24 @@ import typer
 
 from swaleak import __version__, complete
 from swaleak.errors import SwaleakError, UsageError, unknown
+from swaleak.gather import (
+    about,
+    caches_of,
+    caches_or_why_not,
+    cases_of,
+    open_targets,
+    sizes_of,
+    start_torch,
+    strategies_of,
+    timelines_of,
+    trace_strategies,
+    tree_cases_of,
+)
 from swaleak.script import scenario as scenarios
 from swaleak.script import tree as trees
 
 if TYPE_CHECKING:
-    from swaleak.check.case import Case
-    from swaleak.report.tables import About, Report, Section
-    from swaleak.script.scenario import Scenario
-    from swaleak.script.tree import TreeScenario
-    from swaleak.sglang.tree import Caches
-    from swaleak.target import Target
-
-MAX_PICTURED = 200_000  # pages times steps; what is more is drawn only if --steps asks for it
+    from swaleak.report.tables import Report
 
 app = typer.Typer(
     name="swaleak",
@@ -156,29 +161,29 @@ def repro(
     chosen_trees = [trees.load(name) for name in names or [] if trees.is_tree(name)]
     if chosen_trees and (repeat > 1 or patch):
         raise UsageError("--repeat and --patch are for an allocator's scenarios, not for a cache's")
-    targets = _open(on, device, patch)
-    caches = _caches(targets[0]) if chosen_trees else None
+    targets = open_targets(on, device, patch)
+    caches = caches_of(targets[0]) if chosen_trees else None
     from swaleak.report.tables import repro_report
 
     asked = strategy or (["shipped"] if patch else None)
     cases = [
         case
         for tree in chosen_trees
-        for name in _strategies(targets[0], strategy)
-        for case in _tree_cases(tree, caches, targets[0], name, page_size, steps=steps)
+        for name in strategies_of(targets[0], strategy)
+        for case in tree_cases_of(tree, caches, targets[0], name, page_size, steps=steps)
     ]
     cases += [
         case
         for scenario in chosen
         for target in targets
-        for name in _strategies(target, asked)
-        for case in _cases(
+        for name in strategies_of(target, asked)
+        for case in cases_of(
             scenario, target, name, page_size or scenario.page_sizes, steps=steps, repeat=repeat
         )
     ]
     looked_at = steps or _is_looked_at(format, output)
-    strips = _timelines(cases, targets, repeat, every_step=steps) if looked_at else None
-    _finish(repro_report(_about(targets), cases, strips), format, output)
+    strips = timelines_of(cases, targets, repeat, every_step=steps) if looked_at else None
+    _finish(repro_report(about(targets), cases, strips), format, output)
 
 
 @app.command()
@@ -195,25 +200,25 @@ def verify(
     """
     _check_output(output)
     catalogue = scenarios.catalogue()
-    [target] = _open(on, device)
+    [target] = open_targets(on, device)
     from swaleak.report.tables import verify_report
 
     cases = [
         case
         for scenario in catalogue
-        for name in _strategies(target, None)
-        for case in _cases(scenario, target, name, _sizes_of(scenario, page_size))
+        for name in strategies_of(target, None)
+        for case in cases_of(scenario, target, name, sizes_of(scenario, page_size))
     ]
-    caches, note = _caches_or_why_not(target)
+    caches, note = caches_or_why_not(target)
     cases += [
         case
         for tree in trees.catalogue()
-        for name in _strategies(target, None)
-        for case in _tree_cases(tree, caches, target, name, page_size)
+        for name in strategies_of(target, None)
+        for case in tree_cases_of(tree, caches, target, name, page_size)
     ]
     if not cases:
         raise UsageError("no scenario runs at this page size; `swaleak list` shows which do")
-    report = verify_report(_about([target]), cases)
+    report = verify_report(about([target]), cases)
     _finish(report.with_line(note) if note else report, format, output)
 
 
@@ -243,7 +248,9 @@ def check(
     """
     _check_output(output)
     catalogue = scenarios.catalogue()
-    opened = [target for name in dict.fromkeys(targets) for target in _open(name, device, patch)]
+    opened = [
+        target for name in dict.fromkeys(targets) for target in open_targets(name, device, patch)
+    ]
     from swaleak.report.tables import check_report
 
     judged = [s for s in catalogue if strict or s.reach == "production"]
@@ -251,17 +258,17 @@ def check(
         case
         for scenario in judged
         for target in opened
-        for case in _cases(scenario, target, "shipped", _sizes_of(scenario, page_size))
+        for case in cases_of(scenario, target, "shipped", sizes_of(scenario, page_size))
     ]
     left_out = len(catalogue) - len(judged)
     notes = []
     for target in opened:
-        caches, note = _caches_or_why_not(target)
+        caches, note = caches_or_why_not(target)
         notes.append(note)
         for tree in trees.catalogue():
             if strict or tree.about.reach == "production":
-                cases += _tree_cases(tree, caches, target, "shipped", page_size)
-    report = check_report(_about(opened), cases, left_out)
+                cases += tree_cases_of(tree, caches, target, "shipped", page_size)
+    report = check_report(about(opened), cases, left_out)
     for note in dict.fromkeys(filter(None, notes)):
         report = report.with_line(note)
     _finish(report, format, output)
@@ -340,7 +347,7 @@ def bench(
     candidates that are targets; without any, the baseline. Exit code 0: measured.
     """
     _check_output(output)
-    _start_torch()
+    start_torch()
     from functools import cache
 
     from swaleak import bench as engine
@@ -495,7 +502,7 @@ def explore(
     from swaleak.search.survey import shard_of
 
     part = shard_of(shard)
-    targets = _open(on, device, patch)
+    targets = open_targets(on, device, patch)
     target = targets[-1]
     from swaleak.report.explore import ProgressLine, explore_report
     from swaleak.search.legal import Rules
@@ -525,7 +532,7 @@ def explore(
 
         write_text(to_toml(failed[0].scenario()), save)
     interrupted = any(found.interrupted for found in surveys)
-    report = explore_report(_about([target]), surveys)
+    report = explore_report(about([target]), surveys)
     _finish(report, format, output, 130 if interrupted else None)
 
 
@@ -581,18 +588,18 @@ def replay(
     from swaleak.script.trace import TraceReader, read_header
 
     header = read_header(trace)
-    [target] = _open(on, device)
+    [target] = open_targets(on, device)
     from swaleak.check.follow import follow
     from swaleak.report.traces import Replayed, replay_report
 
     runs = []
-    for name in _trace_strategies(target, strategy, header.fix):
+    for name in trace_strategies(target, strategy, header.fix):
         reader = TraceReader(trace)
         followed = follow(reader, lambda sizes, name=name: target.make(name, sizes))  # type: ignore[misc]
         runs.append(Replayed(target.name, name, target.origin(name), followed))
     if reader.torn:
         print(f"swaleak: warning: {reader.torn}", file=sys.stderr)
-    _finish(replay_report(_about([target]), trace, runs), format, output)
+    _finish(replay_report(about([target]), trace, runs), format, output)
 
 
 @app.command()
@@ -614,16 +621,16 @@ def shrink(
     from swaleak.script.trace import read_header
 
     header = read_header(trace)
-    [target] = _open(on, device)
+    [target] = open_targets(on, device)
     from swaleak.report.files import write_text
     from swaleak.report.traces import shrink_report
     from swaleak.script.write import to_toml
     from swaleak.search.reduce import reduce
 
-    (name,) = _trace_strategies(target, [strategy] if strategy else None, header.fix)
+    (name,) = trace_strategies(target, [strategy] if strategy else None, header.fix)
     small, followed = reduce(trace, target, name)
     write_text(to_toml(small), output)
-    report = shrink_report(_about([target]), trace, output, small, followed)
+    report = shrink_report(about([target]), trace, output, small, followed)
     _finish(report, format, None)
 
 
@@ -655,170 +662,10 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _open(on: str, device: str, patches: list[str] | None = None) -> list[Target]:
-    """Return the target, and after it the same one patched if there are patches."""
-    _start_torch()
-    from swaleak.device import choose_device
-    from swaleak.target import open_target
-
-    on_device = choose_device(device)
-    shipped = open_target(on, on_device)
-    return [shipped, open_target(on, on_device, patches)] if patches else [shipped]
-
-
-def _start_torch() -> None:
-    """Import torch, and set it up for what happens here: many calls on small tensors."""
-    gc.disable()  # it would walk torch's modules again and again while they load
-    import torch
-
-    gc.freeze()
-    gc.enable()
-    # threads bring nothing to small tensors, and on a busy machine they wait for each other
-    torch.set_num_threads(1)
-
-
-def _strategies(target: Target, asked: list[str] | None) -> list[str]:
-    """Return short names. Without any asked for: all four, one of which may be the target's own."""
-    from swaleak.target import strategy_of
-
-    if asked:
-        return list(dict.fromkeys(strategy_of(name) for name in asked))
-    return [name for name in target.strategies() if name != "shipped"]
-
-
-def _trace_strategies(target: Target, asked: list[str] | None, fix: str | None) -> list[str]:
-    """Return short names. Without any asked for: the one it was recorded under, or 0.5.18's."""
-    if asked:
-        return _strategies(target, asked)
-    return [fix or target.ships or "deferred"]
-
-
-def _sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:
-    """Return the page sizes to run at; none below those that the scenario is made for."""
-    least = min(scenario.page_sizes)
-    return tuple(size for size in asked or scenario.page_sizes if size >= least)
-
-
-def _cases(
-    scenario: Scenario,
-    target: Target,
-    strategy: str,
-    page_sizes: list[int] | tuple[int, ...],
-    *,
-    steps: bool = False,
-    repeat: int = 1,
-) -> list[Case]:
-    from swaleak.check.case import run_case
-
-    return [
-        run_case(scenario, target, strategy, size, keep_steps=steps, repeat=repeat)
-        for size in page_sizes
-    ]
-
-
-def _caches(target: Target) -> Caches:
-    """Return the caches of the installed SGLang; raises ``UsageError`` for any other target."""
-    if not target.is_installed:
-        raise UsageError(
-            f"{trees.PREFIX}… drives the caches of an installed SGLang, not {target.name}; "
-            f"use --on installed"
-        )
-    from swaleak.sglang.tree import Caches
-
-    return Caches(target.device)
-
-
-def _caches_or_why_not(target: Target) -> tuple[Caches | None, str]:
-    """Return the caches, if the target has any, and the line that says what was left out."""
-    try:
-        caches = _caches(target)
-    except SwaleakError as error:
-        reason = (
-            "they need the installed SGLang, --on installed"
-            if isinstance(error, UsageError)
-            else str(error)
-        )
-        return None, f"Left out: the scenarios of the radix caches, {trees.PREFIX}…; {reason}."
-    why = "; ".join(f"{cache}: {reason}" for cache, reason in caches.left_out.items())
-    return caches, f"Left out: {why}." if why else ""
-
-
-def _tree_cases(
-    scenario: TreeScenario,
-    caches: Caches | None,
-    target: Target,
-    strategy: str,
-    page_size: list[int] | None,
-    *,
-    steps: bool = False,
-) -> list[Case]:
-    if caches is None:
-        return []
-    from swaleak.check.trees import tree_cases
-
-    sizes = _sizes_of(scenario.about, page_size)
-    return tree_cases(scenario, caches, target, strategy, sizes, keep_steps=steps)
-
-
 def _is_looked_at(format: Format, output: Path | None) -> bool:
     """Whether a person will see the report: on a terminal, or as a picture."""
     picture = output is not None and output.suffix.lower() in (".svg", ".html")
     return picture or (format is Format.table and sys.stdout.isatty())
-
-
-def _pages_times_steps(scenario: Scenario) -> int:
-    asked = sum(getattr(op, "pages", 1) for op in scenario.steps)
-    return asked * len(scenario.steps)
-
-
-def _timelines(
-    cases: list[Case], targets: list[Target], repeat: int, *, every_step: bool
-) -> dict[str, list[Section]]:
-    """Return page timelines of all cases, or, played once more, of those that failed."""
-    from swaleak.check.case import run_case
-    from swaleak.report.timeline import timelines
-
-    if every_step:
-        return timelines(cases, every_step=True)
-    failed = (
-        case
-        for case in cases
-        if case.verdict in ("leak", "corrupt", "error")
-        and not trees.is_tree(case.scenario.name)
-        and _pages_times_steps(case.scenario) * repeat <= MAX_PICTURED
-    )
-    of = {target.name: target for target in targets}
-    again = (
-        run_case(
-            case.scenario,
-            of[case.target],
-            case.strategy,
-            case.page_size,
-            keep_steps=True,
-            repeat=repeat,
-        )
-        for case in failed
-    )
-    return timelines(again, every_step=False)
-
-
-def _about(targets: list[Target]) -> About:
-    """Return what a report says of its targets: what was driven, on which device."""
-    import torch
-
-    from swaleak.device import describe
-    from swaleak.report.tables import About
-
-    device = targets[0].device
-    driven = [
-        ("the built-in model" if target.name == "builtin" else target.name)
-        + (f" (ships {target.ships})" if target.ships else "")
-        for target in targets
-    ]
-    where = f"{describe(device)}, torch {torch.__version__}"
-    header = f"swaleak {__version__}: {', '.join(driven)} on {where}"
-    notes = tuple(note for target in targets for note in target.notes)
-    return About(header, notes, str(torch.__version__), device)
 
 
 def _check_output(output: Path | None) -> None:

@@ -27,6 +27,7 @@ ROOMS = (
     "diagnose",
     "report",
     "complete",
+    "gather",
     "cli",
     "__main__",
 )
