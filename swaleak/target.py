@@ -124,7 +124,7 @@ class OfClass:
             return ships(self._driver(self._class, Sizes(4, 4, 1)))
         except TargetError:
             raise
-        except Exception:  # a candidate may be broken in any way; the scenarios will tell
+        except (Exception, SystemExit):  # a candidate may be broken in any way; scenarios will tell
             return None
 
     def strategies(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class OfClass:
     def _driver(self, class_: type[Any], sizes: Sizes) -> Driver:
         _check_memory(sizes, self.device)
         try:
-            return Driver(
+            driver = Driver(
                 class_(
                     *_slots(sizes),
                     page_size=sizes.page_size,
@@ -156,7 +156,10 @@ class OfClass:
                     need_sort=False,
                 )
             )
-        except Exception as error:
+            if not all(isinstance(part, torch.Tensor) for part in driver.state()[1:4]):
+                raise TypeError("its mapping and free lists are no tensors")
+            return driver
+        except (Exception, SystemExit) as error:
             raise _cannot_make(self.name, sizes, error) from None
 
 
@@ -192,10 +195,13 @@ def _tree_named(name: str) -> source.SourceTree:
     if name == "installed":
         return source.from_installed()
     path = Path(name)
-    if path.is_dir():
-        return source.from_folder(path)
-    if path.is_file():
-        return source.from_wheel(path)
+    try:
+        if name and path.is_dir():
+            return source.from_folder(path)
+        if path.is_file():
+            return source.from_wheel(path)
+    except OSError as error:  # such as a name too long for any file
+        raise UsageError(f"{name[:60]}: {error.strerror or error}") from None
     if release.is_version(name):
         return release.from_release(name)
     if "/" in name or name.endswith(".whl"):
@@ -215,7 +221,7 @@ def _user_class(name: str, device: str) -> OfClass:
         sys.path.insert(0, "")
     try:
         class_ = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"{name}: {_sentence(error)}") from None
     if not isinstance(class_, type):
         raise TargetError(f"{name}: is no class")
@@ -247,7 +253,7 @@ def _check_memory(sizes: Sizes, device: str) -> None:
         )
 
 
-def _cannot_make(name: str, sizes: Sizes, error: Exception) -> SwaleakError:
+def _cannot_make(name: str, sizes: Sizes, error: BaseException) -> SwaleakError:
     if isinstance(error, SwaleakError):
         return error
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
@@ -258,7 +264,7 @@ def _cannot_make(name: str, sizes: Sizes, error: Exception) -> SwaleakError:
     return TargetError(f"{name}: its allocator cannot be made: {_sentence(error)}")
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

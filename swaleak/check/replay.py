@@ -163,9 +163,9 @@ class _Judge:
                         f"for the end of the group are not free yet"
                     ) from None
                 return False
-            except Exception as error:  # whatever SGLang's code raises is a result, not a crash
+            except (Exception, SystemExit) as error:  # of SGLang's code: a result, not a crash
                 self._look(number, op)
-                same = unchanged(before, fingerprint(self.player.allocator))
+                same = is_refusal(error, before, fingerprint(self.player.allocator))
                 self.raised = (number, _one_line(error), same)
                 return False
             if self.looking or isinstance(op, ops.Expect):
@@ -427,6 +427,25 @@ def unchanged(before: Fingerprint, after: Fingerprint) -> bool:
     )
 
 
-def _one_line(error: Exception) -> str:
+# what a mistake in the code raises, and no author of a check
+MISTAKES = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    SystemExit,
+    TypeError,
+)
+
+
+def is_refusal(error: BaseException, before: Fingerprint, after: Fingerprint) -> bool:
+    """Whether an allocator that raised has refused: on purpose, and with nothing changed."""
+    return not isinstance(error, MISTAKES) and unchanged(before, after)
+
+
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

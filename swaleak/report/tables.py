@@ -289,7 +289,9 @@ def check_report(about: About, cases: Sequence[Case], left_out: int) -> Report:
         cells = [cell_of([case for case in mine if case.target == name]) for name in names]
         rows.append((Cell(scenario), *cells))
     columns = ("scenario", *(name.removeprefix("sglang ") for name in names))
-    lines = [*failures(cases), *substitutions(cases)]
+    lines = [*failures(cases), *refusals(cases), *substitutions(cases)]
+    if not all(case.as_declared for case in cases):
+        lines.append("! marks what is not as it is known of that release.")
     if patched:
         lines.append("As shipped is there to compare with; what counts is what the patch makes.")
     if left_out:
@@ -375,6 +377,19 @@ def failures(cases: Sequence[Case]) -> list[str]:
     return lines
 
 
+def refusals(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each way in which allocators refused, and where."""
+    same: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        if case.verdict == "refused":
+            key = (case.scenario.name, f"step {case.run.failed_at} refused: {case.run.raised}")
+            same.setdefault(key, []).append(case.target.removeprefix("sglang "))
+    return [
+        f"{scenario} in {', '.join(dict.fromkeys(targets))}: {fact}"
+        for (scenario, fact), targets in same.items()
+    ]
+
+
 def substitutions(cases: Sequence[Case]) -> list[str]:
     """Return a line for each call that was made in place of one that a target lacks."""
     made = dict.fromkeys((c.target, *pair) for c in cases for pair in c.run.substituted)
@@ -402,7 +417,7 @@ def _facts(case: Case) -> list[str]:
         facts.append(f"SWA pages lost a round: {lost:g}, over {run.repeats} rounds")
     if run.starved:
         facts.append(f"the pool ran dry in round {run.repeats}")
-    if facts and case.known:
+    if facts and case.known and case.as_declared:
         facts[-1] += f" ({case.known})"
     return facts
 

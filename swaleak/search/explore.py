@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from swaleak.check.audit import judge, read
-from swaleak.check.replay import Allocator, Run, Starved, fingerprint, replay, unchanged
+from swaleak.check.replay import Allocator, Run, Starved, fingerprint, is_refusal, replay
 from swaleak.errors import ScriptError, TargetError
 from swaleak.script.ops import Op
 from swaleak.search.legal import Rules, legal
@@ -176,8 +176,8 @@ class Explorer:
         before = fingerprint(self._stage.allocator)
         try:
             self._stage.play(op)
-        except Exception:
-            return unchanged(before, fingerprint(self._stage.allocator))
+        except (Exception, SystemExit) as error:
+            return is_refusal(error, before, fingerprint(self._stage.allocator))
         return False
 
     def _fail(self, state: int, op: Op) -> None:

@@ -14,7 +14,15 @@ from itertools import count
 from random import Random
 
 from swaleak.check.audit import audit
-from swaleak.check.replay import Allocator, Player, Run, Starved, fingerprint, replay, unchanged
+from swaleak.check.replay import (
+    Allocator,
+    Player,
+    Run,
+    Starved,
+    fingerprint,
+    is_refusal,
+    replay,
+)
 from swaleak.errors import ScriptError
 from swaleak.script import ops
 from swaleak.script.ops import Op, Part
@@ -91,6 +99,7 @@ class Fuzzer:
             tried.seconds = time.perf_counter() - started
             yield Played(tried.scripts, tried.operations, tried.seconds)
             if failed:
+                tried.failure = self._unshrunk(seed, script)  # whoever interrupts has this
                 tried.failure = self._shrink(seed, script)
                 return
 
@@ -116,8 +125,8 @@ class Fuzzer:
             before = fingerprint(player.allocator)
             try:
                 player.play(op)
-            except Exception:  # whatever SGLang's code raises is a result
-                if unchanged(before, fingerprint(player.allocator)) and not ending:
+            except (Exception, SystemExit) as error:  # of SGLang's code: a result
+                if is_refusal(error, before, fingerprint(player.allocator)) and not ending:
                     continue  # it refused, and nothing has happened
                 script.append(op)
                 break
@@ -140,6 +149,9 @@ class Fuzzer:
         if type(op) in (ops.Free, ops.FreeSwa, ops.FreeFull) and random.random() < 0.5:
             return _by_slots(random, op, player)
         return op
+
+    def _unshrunk(self, seed: int, script: Script) -> Shrunk:
+        return Shrunk(seed, len(script), script, replay(self._make(), script, keep_steps=True))
 
     def _shrink(self, seed: int, script: Script) -> Shrunk:
         way = _way(replay(self._make(), script))

@@ -110,7 +110,7 @@ class _Importer:
             raise
         except SyntaxError as error:
             raise TargetError(f"{self.tree.label}: {path}:{error.lineno}: {error.msg}") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = " ".join(str(error).split())
             raise TargetError(
                 f"{self.tree.label}: {path} cannot be loaded: {type(error).__name__}: {reason}"

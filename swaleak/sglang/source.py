@@ -70,7 +70,7 @@ def from_folder(path: Path) -> SourceTree:
         raise TargetError(f"{path}: its sources are not UTF-8 text") from None
     except OSError as error:
         raise TargetError(f"{path}: {error}") from None
-    described = _describe(path)
+    described = _describe(root)
     tagged = re.fullmatch(r"v(\d[\w.]*)", described or "")
     version = tagged.group(1) if tagged else None if described else _file_version(files)
     label = f"sglang {described}" if described and not tagged else None
@@ -119,15 +119,24 @@ def _tree(
 
 
 def _describe(path: Path) -> str | None:
-    """Return what git calls the commit of a checkout, such as ``v0.5.18-3-g1a2b3c4-dirty``."""
-    if not (path / ".git").exists():
+    """Return what git calls the commit of a checkout, such as ``v0.5.18-3-g1a2b3c4-dirty``.
+
+    ``path``: the folder that holds ``sglang/``. None if no repository tracks what is in it.
+    """
+    tracked = ("ls-files", "--error-unmatch", f"{ALLOCATOR}/swa.py")
+    if _git(path, *tracked) is None:
         return None
-    command = ["git", "-C", str(path), "describe", "--tags", "--always", "--dirty", "--match=v*"]
+    return _git(path, "describe", "--tags", "--always", "--dirty", "--match=v*") or None
+
+
+def _git(path: Path, *command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            ["git", "-C", str(path), *command], capture_output=True, text=True, errors="replace"
+        )
     except OSError:  # no git here: then nobody knows
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _wheel_version(names: Iterable[str], text: Callable[[str], str]) -> str | None:
