@@ -5,6 +5,7 @@ Torch is imported inside the commands that need it, so that ``--help`` and ``lis
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import sys
@@ -642,12 +643,26 @@ def main() -> None:
     except BrokenPipeError:  # `swaleak … | head`: nobody reads on
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        _fail(_disk(error), 2)
+    except MemoryError:
+        _fail("out of memory", 2)
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; it may not be imported here
+            _fail("out of memory on the device: " + " ".join(str(error).split()), 2)
         usage = getattr(error, "format_message", None)  # Typer's own: an option it cannot read
         if usage is None:
             raise
         _fail(" ".join(usage().split()), 2)
     sys.exit(code or 0)
+
+
+def _disk(error: OSError) -> str:
+    """Return a sentence for a file that cannot be used, or for an output that takes no more."""
+    if error.filename is None:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # or Python tries once more as it ends, and complains at length
+    return f"{error.filename or 'standard output'}: {error.strerror or error}"
 
 
 def _fail(message: str, code: int) -> None:
@@ -688,9 +703,9 @@ def _strategies(target: Target, asked: list[str] | None) -> list[str]:
 
 def _trace_strategies(target: Target, asked: list[str] | None, fix: str | None) -> list[str]:
     """Return short names. Without any asked for: the one it was recorded under, or 0.5.18's."""
-    if asked:
-        return _strategies(target, asked)
-    return [fix or target.ships or "deferred"]
+    if asked or fix:
+        return _strategies(target, asked or [str(fix)])
+    return [target.ships or "deferred"]
 
 
 def _sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import io
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ from swaleak.report.tables import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
+STALE = 24 * 3600  # seconds after which a half-written file is swept up
 WIDTH = 80  # columns of an SVG or HTML picture
 FONTS = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 HTML = """<!DOCTYPE html>
@@ -98,8 +102,10 @@ def write_text(text: str, path: Path) -> None:
     Raises ``UsageError`` if the disk does not take it; an older file is then still whole.
     """
     handle, name = -1, ""
+    prefix = f".{path.name}.swaleak-"
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        _sweep(path.parent, prefix)
+        handle, name = tempfile.mkstemp(prefix=prefix, dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -110,6 +116,14 @@ def write_text(text: str, path: Path) -> None:
         if name:
             Path(name).unlink(missing_ok=True)
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Remove what runs that were killed while they wrote this file have left beside it."""
+    for abandoned in folder.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - abandoned.stat().st_mtime > STALE:
+                abandoned.unlink()
 
 
 def _umask() -> int:

@@ -179,6 +179,9 @@ class TraceReader:
         pages = max(header.full_pages, header.swa_pages)
         if header.page_size > MAX_PAGE_SIZE or pages * header.page_size > MAX_SLOTS:
             raise self._error(number, f"over the limit of {MAX_SLOTS} slots a pool")
+        known = (header.sglang, str), (header.fix, str), (header.rank, int)
+        if not all(value is None or isinstance(value, kind) for value, kind in known):
+            raise self._error(number, "a header whose sglang, fix or rank is of another kind")
         return header
 
     def _error(self, number: int, reason: str) -> ScriptError:

@@ -108,8 +108,9 @@ def _keep(tree: SourceTree, workplace: Path, kept: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     for abandoned in folder.glob(".fetch-*"):
-        if time.time() - abandoned.stat().st_mtime > _STALE:
-            shutil.rmtree(abandoned, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run may have swept it
+            if time.time() - abandoned.stat().st_mtime > _STALE:
+                shutil.rmtree(abandoned, ignore_errors=True)
 
 
 def _download(version: str, folder: Path) -> Path:
