@@ -648,8 +648,9 @@ def main() -> None:
     except MemoryError:
         _fail("out of memory", 2)
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's; it may not be imported here
-            _fail("out of memory on the device: " + " ".join(str(error).split()), 2)
+        # torch's own; it may not be imported here
+        if type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
+            _fail("out of memory: " + " ".join(str(error).split()), 2)
         usage = getattr(error, "format_message", None)  # Typer's own: an option it cannot read
         if usage is None:
             raise

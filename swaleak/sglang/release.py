@@ -144,5 +144,8 @@ def _explain(version: str, output: str) -> UsageError | TargetError:
             f"sglang {version} is not in {cache_folder()} and pip cannot reach a package index; "
             f"give the path of a wheel instead"
         )
-    errors = [line for line in output.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+    lines = output.strip().splitlines() or ["pip failed"]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    if not errors or errors[-1].strip() == "ERROR: Exception:":  # its traceback; the end says what
+        errors = lines
     return TargetError(f"sglang {version} cannot be fetched: {' '.join(errors[-1].split())}")
