@@ -274,7 +274,7 @@ def _times(free: Tensor, pages: int) -> Tensor:
     times = torch.zeros(pages + 3, dtype=torch.int32, device=free.device)
     step = CHUNK if free.device.type == "cpu" else max(1, len(free))
     once = torch.ones(1, dtype=torch.int32, device=free.device).expand(step)
-    for part in free.split(step):
+    for part in torch.split(free, step):
         times.index_add_(0, (part + 1).clamp_(0, pages + 2), once[: len(part)])
     return times
 
