@@ -5,6 +5,7 @@ Torch is imported inside the commands that need it, so that ``--help`` and ``lis
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import warnings
@@ -34,6 +35,8 @@ from swaleak.script import tree as trees
 
 if TYPE_CHECKING:
     from swaleak.report.tables import Report
+
+MOST = 1_000_000  # of anything that is done over and over
 
 app = typer.Typer(
     name="swaleak",
@@ -85,6 +88,17 @@ Strategies = Annotated[
         autocompletion=complete.strategies,
     ),
 ]
+TraceStrategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        metavar="NAME",
+        help="eager, deferred, enqueue, barrier or shipped; repeatable. Default: the fix it was "
+        "recorded under, else the target's own, else deferred.",
+        autocompletion=complete.strategies,
+    ),
+]
 On = Annotated[
     str,
     typer.Option(
@@ -113,7 +127,10 @@ Formats = Annotated[Format, typer.Option("--format", "-f", help="How to print th
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", help="Also write it: .json, .md, .svg, .html, .xml."
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Also write it: .json, .md, .svg, .html; .xml (JUnit) where scenarios are run.",
     ),
 ]
 
@@ -145,7 +162,7 @@ def repro(
     page_size: PageSizes = None,
     steps: Annotated[bool, typer.Option("--steps", help="Show every step.")] = False,
     repeat: Annotated[
-        int, typer.Option("--repeat", min=1, metavar="N", help="Rounds on one allocator.")
+        int, typer.Option("--repeat", min=1, max=MOST, metavar="N", help="Rounds on one allocator.")
     ] = 1,
     format: Formats = Format.table,
     output: Output = None,
@@ -154,7 +171,7 @@ def repro(
 
     Exit code 0: it came out as the scenario declares. 1: it did not.
     """
-    _check_output(output)
+    _check_output(output, runs=True)
     chosen = [
         scenarios.load(name) for name in names or [scenarios.DEFAULT] if not trees.is_tree(name)
     ]
@@ -198,7 +215,7 @@ def verify(
 
     Exit code 0: all came out as declared. 1: something did not.
     """
-    _check_output(output)
+    _check_output(output, runs=True)
     catalogue = scenarios.catalogue()
     [target] = open_targets(on, device)
     from swaleak.report.tables import verify_report
@@ -246,7 +263,7 @@ def check(
     Exit code 0: all are. 1: one is not. 125: a target cannot be loaded, so that
     `git bisect run swaleak check .` skips that commit.
     """
-    _check_output(output)
+    _check_output(output, runs=True)
     catalogue = scenarios.catalogue()
     opened = [
         target for name in dict.fromkeys(targets) for target in open_targets(name, device, patch)
@@ -330,8 +347,12 @@ def bench(
     pages: Annotated[
         list[int] | None, typer.Option(min=1, metavar="N", help="Pages a call; repeatable.")
     ] = None,
-    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Rounds that do not count.")] = 50,
-    samples: Annotated[int, typer.Option(metavar="N", help="Rounds that do, a case.")] = 500,
+    warmup: Annotated[
+        int, typer.Option(min=0, max=MOST, metavar="N", help="Rounds that do not count.")
+    ] = 50,
+    samples: Annotated[
+        int, typer.Option(max=MOST, metavar="N", help="Rounds that do, a case.")
+    ] = 500,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the order and the intervals.")] = 0,
     whole: Annotated[bool, typer.Option("--whole", help="With the physical release.")] = False,
     recover: Annotated[bool, typer.Option("--recover", help="With a recovery a group.")] = False,
@@ -428,9 +449,13 @@ def export(
         raise UsageError("export: say as what; --unittest is what there is")
     if output is not None and output.suffix.lower() != ".py":
         raise UsageError(f"-o {output}: a unittest is a .py file")
-    from swaleak.report.files import write_text
+    if trees.is_tree(name):
+        raise UsageError(f"{name}: only an allocator's scenario can be exported, not a cache's")
+    from swaleak.report.files import check_place, write_text
     from swaleak.report.unittest_file import unittest_file
 
+    if output is not None:
+        check_place("-o", output)
     text = unittest_file(scenarios.load(name))
     if output is None:
         sys.stdout.write(text)
@@ -498,7 +523,7 @@ def explore(
     if save is not None:
         from swaleak.report.files import check_scenario
 
-        check_scenario(save)
+        check_scenario("--save", save)
     from swaleak.search.survey import shard_of
 
     part = shard_of(shard)
@@ -525,6 +550,8 @@ def explore(
             surveys.append(survey(Where(target, name, size, rules, part), plan, line.show))
             if surveys[-1].interrupted:
                 break
+    report = explore_report(about([target]), surveys)
+    _print(report, format, output)
     failed = [found for found in surveys if found.witnesses]
     if save is not None and failed:
         from swaleak.report.files import write_text
@@ -532,8 +559,7 @@ def explore(
 
         write_text(to_toml(failed[0].scenario()), save)
     interrupted = any(found.interrupted for found in surveys)
-    report = explore_report(about([target]), surveys)
-    _finish(report, format, output, 130 if interrupted else None)
+    raise typer.Exit(130 if interrupted else 0 if report.ok else 1)
 
 
 Trace = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as `record` writes it.")]
@@ -574,7 +600,7 @@ def record(
 @app.command()
 def replay(
     trace: Trace,
-    strategy: Strategies = None,
+    strategy: TraceStrategies = None,
     on: On = "auto",
     device: Device = "auto",
     format: Formats = Format.table,
@@ -616,9 +642,10 @@ def shrink(
     format: Formats = Format.table,
 ) -> None:
     """Reduce a recorded run that fails to a small scenario that fails in the same way."""
-    if output.suffix != ".toml" or not output.parent.is_dir():
-        raise UsageError(f"-o {output}: needs the path of a .toml file in a folder that exists")
+    from swaleak.report.files import check_scenario
     from swaleak.script.trace import read_header
+
+    check_scenario("-o", output)
 
     header = read_header(trace)
     [target] = open_targets(on, device)
@@ -637,6 +664,8 @@ def shrink(
 def main() -> None:
     """Run the command line. The only place where an error becomes an exit code."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    if sys.stdout is None:  # `swaleak … >&-`
+        sys.stdout = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -649,12 +678,27 @@ def main() -> None:
     except BrokenPipeError:  # `swaleak … | head`: nobody reads on
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        _fail(_disk(error), 2)
+    except MemoryError:
+        _fail("out of memory", 2)
     except Exception as error:
+        # torch's own; it may not be imported here
+        if type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
+            _fail("out of memory: " + " ".join(str(error).split()), 2)
         usage = getattr(error, "format_message", None)  # Typer's own: an option it cannot read
         if usage is None:
             raise
         _fail(" ".join(usage().split()), 2)
     sys.exit(code or 0)
+
+
+def _disk(error: OSError) -> str:
+    """Return a sentence for a file that cannot be used, or for an output that takes no more."""
+    if error.filename is None:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # or Python tries once more as it ends, and complains at length
+    return f"{error.filename or 'standard output'}: {error.strerror or error}"
 
 
 def _fail(message: str, code: int) -> None:
@@ -668,24 +712,20 @@ def _is_looked_at(format: Format, output: Path | None) -> bool:
     return picture or (format is Format.table and sys.stdout.isatty())
 
 
-def _check_output(output: Path | None) -> None:
+def _check_output(output: Path | None, *, runs: bool = False) -> None:
     if output is not None:
         from swaleak.report.files import check_ending
 
-        check_ending(output)
+        check_ending(output, runs=runs)
 
 
-def _finish(report: Report, format: Format, output: Path | None, code: int | None = None) -> None:
-    """Print the report, write it if asked to, and leave with its exit code, or with ``code``."""
+def _finish(report: Report, format: Format, output: Path | None) -> None:
+    """Print the report, write it if asked to, and leave with its exit code."""
     _print(report, format, output)
-    raise typer.Exit(code if code is not None else 0 if report.ok else 1)
+    raise typer.Exit(0 if report.ok else 1)
 
 
 def _print(report: Report, format: Format, output: Path | None) -> None:
-    if output is not None:
-        from swaleak.report.files import write
-
-        write(report, output)
     if format is Format.json:
         sys.stdout.write(report.as_json())
     elif format is Format.markdown:
@@ -694,3 +734,8 @@ def _print(report: Report, format: Format, output: Path | None) -> None:
         from rich.console import Console
 
         report.print_to(Console(highlight=False))
+    if output is not None:  # last, so that a disk that is full takes nothing from the reader
+        sys.stdout.flush()
+        from swaleak.report.files import write
+
+        write(report, output)

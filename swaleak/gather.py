@@ -57,9 +57,9 @@ def strategies_of(target: Target, asked: list[str] | None) -> list[str]:
 
 def trace_strategies(target: Target, asked: list[str] | None, fix: str | None) -> list[str]:
     """Return short names. Without any asked for: the one it was recorded under, or 0.5.18's."""
-    if asked:
-        return strategies_of(target, asked)
-    return [fix or target.ships or "deferred"]
+    if asked or fix:
+        return strategies_of(target, asked or [str(fix)])
+    return [target.ships or "deferred"]
 
 
 def sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:

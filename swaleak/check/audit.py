@@ -272,8 +272,11 @@ def _times(free: Tensor, pages: int) -> Tensor:
     The first and the last place stand for everything outside.
     """
     times = torch.zeros(pages + 3, dtype=torch.int32, device=free.device)
-    once = torch.ones(1, dtype=torch.int32, device=free.device).expand(len(free))
-    return times.index_add_(0, (free + 1).clamp_(0, pages + 2), once)
+    step = CHUNK if free.device.type == "cpu" else max(1, len(free))
+    once = torch.ones(1, dtype=torch.int32, device=free.device).expand(step)
+    for part in torch.split(free, step):
+        times.index_add_(0, (part + 1).clamp_(0, pages + 2), once[: len(part)])
+    return times
 
 
 def _free_list_of_times(times: Tensor, free: Tensor) -> FreeList:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 from swaleak.check.replay import Run, replay
@@ -11,6 +12,7 @@ from swaleak.script.ops import Op
 from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Known, Outcome, Scenario
 from swaleak.target import Sizes, Target
 
+LARGE = 2**20  # slots
 CANDIDATES = ("shipped", "patched")  # origins that are judged as SGLang's, not as our strategies
 
 
@@ -92,11 +94,15 @@ def run_case(
 ) -> Case:
     """Run one case. Raises ``ScriptError`` with the file and step that make no sense."""
     origin = target.origin(strategy)
-    allocator = target.make(strategy, sizes_for(scenario, page_size, repeat))
+    sizes = sizes_for(scenario, page_size, repeat)
     try:
-        run = replay(allocator, scenario.steps, keep_steps=keep_steps, repeat=repeat)
+        run = replay(
+            target.make(strategy, sizes), scenario.steps, keep_steps=keep_steps, repeat=repeat
+        )
     except ScriptError as error:
         raise ScriptError(f"{scenario.source or scenario.name}: {error}") from None
+    if (sizes.full_pages + sizes.swa_pages) * page_size > LARGE:
+        gc.collect()  # an allocator and its parts point at each other: free it before the next one
     known = None
     declared: Outcome | None = scenario.declared(strategy)
     if origin in CANDIDATES:

@@ -119,7 +119,8 @@ class _Starved(Exception):
 class _Held:
     """Allocations of one pool that somebody still holds, found by the numbers of their slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self.most = most  # slots that a call can be about
         self.firsts: list[int] = []  # of live allocations, ascending
         self.slots: dict[int, Tensor] = {}
         self.left: dict[int, int] = {}
@@ -136,6 +137,8 @@ class _Held:
         """Return the slots that ranges of numbers name, and the number of each."""
         parts: list[Tensor] = []
         numbers: list[Tensor] = []
+        if (asked := sum(count for _, count in ranges)) > self.most:
+            raise ScriptError(f"names {asked} slots, more than the pool has")
         for first, count in ranges:
             if first == 0:
                 parts.append(torch.zeros(count, dtype=torch.int64))
@@ -194,8 +197,9 @@ class _Follower:
         self.want_number = torch.zeros(slots, dtype=torch.int64)  # its number
         self.number = torch.zeros(slots, dtype=torch.int64)  # of the full slot, when last taken
         self.owned = torch.zeros(slots, dtype=torch.bool)
-        self.full = _Held()
-        self.swa = _Held()
+        self.most = max(slots, (state.swa_pages + 1) * self.size)
+        self.full = _Held(self.most)
+        self.swa = _Held(self.most)
         self.unmapped: dict[int, int] = {}  # alloc_swa: first number -> slots never mapped yet
 
     def play(self, line: Line) -> None:
@@ -220,6 +224,8 @@ class _Follower:
         return slots.to(self.device)
 
     def _hand_out(self, op: str, data: dict[str, Any]) -> None:
+        if data["n"] > self.most:  # before anything of that size is made
+            raise _Starved
         match op:
             case "alloc":
                 full = self.driver.allocator.alloc(data["n"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import io
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ from swaleak.report.tables import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
+STALE = 24 * 3600  # seconds after which a half-written file is swept up
 WIDTH = 80  # columns of an SVG or HTML picture
 FONTS = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 HTML = """<!DOCTYPE html>
@@ -71,20 +75,39 @@ FORMATS: dict[str, Callable[[Report], str]] = {
 }
 
 
-def check_ending(path: Path) -> None:
-    """Raise ``UsageError`` for an ending no report can be written as, before any work is done."""
+def check_ending(path: Path, *, runs: bool) -> None:
+    """Raise ``UsageError`` for a path no report can be written to, before any work is done.
+
+    ``runs``: whether the report will be one of runs of scenarios, which is what JUnit is about.
+    """
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"-o {path}: " + unknown("ending", path.suffix or "(none)", FORMATS))
-    if not path.parent.is_dir():
-        raise UsageError(f"-o {path}: there is no folder {path.parent}")
+    if path.suffix.lower() == ".xml" and not runs:
+        raise UsageError(f"-o {path}: JUnit is for runs of scenarios, this command has none")
+    check_place("-o", path)
 
 
-def check_scenario(path: Path) -> None:
+def check_scenario(option: str, path: Path) -> None:
     """Raise ``UsageError`` for a path that no scenario can be saved to, before any work is done."""
     if path.suffix.lower() != ".toml":
-        raise UsageError(f"--save {path}: a scenario is a .toml file")
+        raise UsageError(f"{option} {path}: a scenario is a .toml file")
+    check_place(option, path)
+
+
+def check_place(option: str, path: Path) -> None:
+    """Raise ``UsageError`` if no file can be written at ``path``."""
+    try:
+        path.lstat()  # a name that no file can have is told apart from one that is free
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UsageError(f"{option} {str(path)[:60]}: {error.strerror or error}") from None
     if not path.parent.is_dir():
-        raise UsageError(f"--save {path}: there is no folder {path.parent}")
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{option} {path}: the folder {path.parent} cannot be written to")
 
 
 def write(report: Report, path: Path) -> None:
@@ -98,8 +121,10 @@ def write_text(text: str, path: Path) -> None:
     Raises ``UsageError`` if the disk does not take it; an older file is then still whole.
     """
     handle, name = -1, ""
+    prefix = f".{path.name}.swaleak-"
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        _sweep(path.parent, prefix)
+        handle, name = tempfile.mkstemp(prefix=prefix, dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -110,6 +135,14 @@ def write_text(text: str, path: Path) -> None:
         if name:
             Path(name).unlink(missing_ok=True)
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Remove what runs that were killed while they wrote this file have left beside it."""
+    for abandoned in folder.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - abandoned.stat().st_mtime > STALE:
+                abandoned.unlink()
 
 
 def _umask() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ SCHEMA = 1
 MAX_SLOTS = 2**31
 MAX_PAGE_SIZE = 4096
 MAX_STEPS = 100_000
-MAX_FILE_BYTES = 32 * 2**20
+MAX_FILE_BYTES = 8 * 2**20
+MAX_DOTS = 10**7  # squares of the dots a line, added up: a key of n parts costs its parser n * n
 DEFAULT = "tombstone-recovery"
 REACHES = ("production", "latent")
 STRATEGIES = ("eager", "deferred", "enqueue", "barrier")
@@ -130,12 +132,19 @@ def load(name: str) -> Scenario:
 def read_text(path: Path) -> str:
     """Return what a scenario file holds; raises ``ScriptError``."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ScriptError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, no scenario is")
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ScriptError(f"{path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, ValueError):
+    except ValueError as error:  # a NUL in its name
+        raise ScriptError(f"{str(path)!r}: {error}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ScriptError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, no scenario is")
+    if sum(line.count(b".") ** 2 for line in data.splitlines()) > MAX_DOTS:
+        raise ScriptError(f"{path}: keys of too many parts, no scenario has them")
+    try:
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
+    except UnicodeDecodeError:
         raise ScriptError(f"{path}: not a UTF-8 text file") from None
 
 

@@ -42,7 +42,7 @@ from swaleak.errors import ScriptError
 from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS
 
 SCHEMA = "swaleak-trace/1"
-MAX_LINE = 2**26  # bytes; an allocation of a million tokens is a line of a few hundred
+MAX_LINE = 2**24  # bytes; an allocation of a million tokens is a line of a few hundred
 FREES = ("free", "free_swa", "free_full", "free_segment", "free_swa_segment", "free_full_segment")
 NEEDS: dict[str, tuple[str, ...]] = {
     "alloc": ("full", "swa", "n"),
@@ -106,7 +106,7 @@ class TraceWriter:
         while mine.exists():  # a second allocator of this process, or an older process
             number += 1
             mine = wanted.with_name(f"{name}.{number}{wanted.suffix}")
-        self.file = mine.open("x", encoding="utf-8")
+        self.file = mine.open("xb", buffering=0)  # nothing is left to write when it is closed
 
     def start(self, header: Header) -> None:
         """Write a header."""
@@ -114,8 +114,9 @@ class TraceWriter:
 
     def write(self, text: str) -> None:
         """Hand whole lines to the operating system: they outlive this process."""
-        self.file.write(text)
-        self.file.flush()
+        data = text.encode()
+        while data:  # a disk that is nearly full takes a part first
+            data = data[self.file.write(data) :]
 
 
 class TraceReader:
@@ -179,6 +180,9 @@ class TraceReader:
         pages = max(header.full_pages, header.swa_pages)
         if header.page_size > MAX_PAGE_SIZE or pages * header.page_size > MAX_SLOTS:
             raise self._error(number, f"over the limit of {MAX_SLOTS} slots a pool")
+        known = (header.sglang, str), (header.fix, str), (header.rank, int)
+        if not all(value is None or isinstance(value, kind) for value, kind in known):
+            raise self._error(number, "a header whose sglang, fix or rank is of another kind")
         return header
 
     def _error(self, number: int, reason: str) -> ScriptError:

@@ -108,8 +108,9 @@ def _keep(tree: SourceTree, workplace: Path, kept: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     for abandoned in folder.glob(".fetch-*"):
-        if time.time() - abandoned.stat().st_mtime > _STALE:
-            shutil.rmtree(abandoned, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run may have swept it
+            if time.time() - abandoned.stat().st_mtime > _STALE:
+                shutil.rmtree(abandoned, ignore_errors=True)
 
 
 def _download(version: str, folder: Path) -> Path:
@@ -143,5 +144,8 @@ def _explain(version: str, output: str) -> UsageError | TargetError:
             f"sglang {version} is not in {cache_folder()} and pip cannot reach a package index; "
             f"give the path of a wheel instead"
         )
-    errors = [line for line in output.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+    lines = output.strip().splitlines() or ["pip failed"]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    if not errors or errors[-1].strip() == "ERROR: Exception:":  # its traceback; the end says what
+        errors = lines
     return TargetError(f"sglang {version} cannot be fetched: {' '.join(errors[-1].split())}")

@@ -1,0 +1,114 @@
+"""Candidates that are broken in ways nobody thought of: judged or left out, never passed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Cli
+
+HEAD = """
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategy import Enqueue
+
+class Mine(HybridAllocator):
+    def __init__(self, size, size_swa, page_size, dtype, device, kvcache, need_sort):
+        super().__init__(size, size_swa, page_size, device, Enqueue)
+"""
+FREE_SWA = HEAD + "    def free_swa(self, free_index):\n        {}\n"
+
+# name -> module, exit code of check, what it says
+CANDIDATES = {
+    "well": (HEAD, 0, "14 runs, all clean or refused."),
+    "typo": (FREE_SWA.format("self.chek()"), 1, "AttributeError: 'Mine' object has no attribute"),
+    "name": (FREE_SWA.format("no_such_name"), 1, "NameError: name 'no_such_name' is not defined"),
+    "deep": (FREE_SWA.format("self.free_swa(free_index)"), 1, "RecursionError: "),
+    "leaves": (FREE_SWA.format("raise SystemExit(0)"), 1, "SystemExit: 0"),
+    "refuses": (FREE_SWA.format("raise ValueError('no')"), 0, "refused: ValueError: no"),
+    "gone": ("raise SystemExit(0)", 125, "gone_:Mine: SystemExit: 0"),
+    "unmade": (HEAD + "        raise SystemExit(3)\n", 125, "SystemExit: 3"),
+    "blank": (
+        HEAD + "        del self.full_to_swa_index_mapping\n",
+        125,
+        "its allocator cannot be made: AttributeError",
+    ),
+    "odd": (
+        HEAD + "        self.full_to_swa_index_mapping = [0]\n",
+        125,
+        "its allocator cannot be made: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_check(name: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, code, said = CANDIDATES[name]
+    (tmp_path / f"{name}_.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = cli("check", f"{name}_:Mine")
+    words = " ".join((answer.out + answer.err).split())
+    assert (answer.code, said in words, answer.err.count("\n")) == (code, True, int(code > 2))
+
+
+def test_explore_survives_what_raises(cli: Cli, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "raises_.py").write_text(CANDIDATES["typo"][0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = cli("explore", "--on", "raises_:Mine", "--depth", 4, "-f", "json")
+    [result] = json.loads(answer.out)["results"]
+    assert answer.code == 1 and "AttributeError" in json.dumps(result)
+
+
+@pytest.mark.parametrize("command", ["check builtin_like", "verify", "repro"])
+@pytest.mark.parametrize("size", ["0", "-5", "4097"])
+def test_a_page_size_that_nothing_has(command: str, size: str, cli: Cli, tmp_path, monkeypatch):
+    (tmp_path / "sizes_.py").write_text(HEAD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    call = command.replace("builtin_like", "sizes_:Mine").split()
+    answer = cli(*call, "--page-size", 4, "--page-size", size)
+    said = f"swaleak: page size {size}: must be from 1 to 4096\n"
+    assert (answer.code, answer.out, answer.err) == (2, "", said)
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"repro --on {LONG}",
+        f"repro --on ./{LONG}",
+        f"repro -o {LONG}/x.json",
+        f"repro -o {LONG}.json",
+        f"explore --on builtin --save {LONG}/x.toml",
+        f"export steady-group --unittest -o {LONG}.py",
+        "repro -o folder.json",
+        "explore --on builtin --save folder.toml",
+        "bench -o x.xml",
+        "list -o x.xml",
+        "export tree/recovery --unittest",
+        "repro --repeat 1000001",
+        "bench --samples 1000001",
+    ],
+)
+def test_one_line_before_any_work(call: str, cli: Cli, tmp_path: Path, monkeypatch) -> None:
+    for name in ("folder.json", "folder.toml"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    answer = cli(*call.split())
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+
+
+def test_an_output_that_is_closed_or_full(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m swaleak list"
+    for redirect, code in ((">&-", 0), (">/dev/full", 2)):
+        if "full" in redirect and not Path("/dev/full").exists():
+            continue
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {redirect}"], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (code, int(code > 0)), done.stderr
