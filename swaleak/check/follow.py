@@ -241,7 +241,7 @@ def _parted(used: Tensor, free: Tensor) -> bool:
     times = used.long()
     if len(free):
         low, high = free.aminmax()
-        if low < 1 or high >= len(used):
+        if int(low) < 1 or int(high) >= used.numel():
             return False
         times.index_add_(0, free, torch.ones(1, dtype=torch.int64).expand(len(free)))
     return bool(times.eq(1).all())

@@ -23,11 +23,11 @@ SWEEP = 1024  # allocations after which it is worth asking who is gone
 
 
 class Column:
-    """An int64 a slot, 0 at first. ``cells`` and ``tensor``, int64[slots], are the same memory."""
+    """A number a slot, 0 at first. ``cells`` and ``tensor`` are the same memory."""
 
-    def __init__(self, slots: int) -> None:
-        self.cells = array("q", bytes(8 * slots))
-        self.tensor = torch.frombuffer(self.cells, dtype=torch.int64)
+    def __init__(self, slots: int, kind: torch.dtype = torch.int64) -> None:
+        self.cells = array("q" if kind == torch.int64 else "b", bytes(kind.itemsize * slots))
+        self.tensor = torch.frombuffer(self.cells, dtype=kind)
 
 
 class Allocations:
@@ -95,7 +95,7 @@ class SlotLedger:
         self.want = Column(slots)
         self.want_number = Column(slots)
         self.number = Column(slots)
-        self.owned = Column(slots)
+        self.owned = Column(slots, torch.int8)
         self.pointed = Column(swa_pages + 1)
         self.full = Allocations()
         self.swa = Allocations()
@@ -113,37 +113,48 @@ class SlotLedger:
 
     def took(self, full: Tensor, first: int, peers: Tensor | None, swa_first: int) -> None:
         """Full slots (int64[n]) were handed out, numbered from ``first``, perhaps with peers."""
-        number, owned, twice = self.number, self.owned, False
-        if full.numel() <= self.few:
-            slots = full.tolist()
-            cells, owners, want = number.cells, owned.cells, self.want.cells
-            self.full.add(first, full)
-            for slot in slots:
-                if want[slot]:
-                    self._forget_one(slot)
-                if owners[slot]:  # it was somebody's: that one can still name it
-                    self.full.pinned.add(cells[slot])
-                cells[slot] = first
-                owners[slot] = 1
-                first += 1
-        else:
-            if self.wants(full):
-                self.forget(full)
-            taken = owned.tensor[full]
-            if bool(taken.any()):
-                self.full.pinned.update(number.tensor[full[taken > 0]].tolist())
-            numbers = torch.arange(first, first + full.numel())
-            number.tensor[full] = numbers
-            owned.tensor.index_fill_(0, full, 1)
-            self.full.add(first, full)
-            twice = not torch.equal(number.tensor[full], numbers)
+        self.full.add(first, full)
         if peers is not None:
             self.swa.add(swa_first, peers, full)
-            self._aim(full, peers, [[swa_first, peers.numel()]])
-            if twice:
-                self._recount()
+        if full.numel() <= self.few:
+            self._took_few(full, first, peers, swa_first)
+        else:
+            self._took_many(full, first, peers, swa_first)
         if self.full.due(len(self.want.cells)) or self.swa.due(len(self.want.cells)):
             self._sweep()
+
+    def _took_few(self, full: Tensor, first: int, peers: Tensor | None, swa_first: int) -> None:
+        number, owned, size = self.number.cells, self.owned.cells, self.size
+        want, want_number, pointed = self.want.cells, self.want_number.cells, self.pointed.cells
+        both = zip(full.tolist(), repeat(0) if peers is None else peers.tolist(), strict=False)
+        for slot, peer in both:
+            if want[slot]:
+                self._forget_one(slot)
+            if owned[slot]:  # it was somebody's: that one can still name it
+                self.full.pinned.add(number[slot])
+            number[slot] = first
+            owned[slot] = 1
+            if peer:
+                want[slot] = peer
+                want_number[slot] = swa_first
+                pointed[peer // size] += 1
+            first += 1
+            swa_first += 1
+
+    def _took_many(self, full: Tensor, first: int, peers: Tensor | None, swa_first: int) -> None:
+        if self.wants(full):
+            self.forget(full)
+        number = self.number.tensor
+        taken = self.owned.tensor[full]
+        if bool(taken.any()):
+            self.full.pinned.update(number[full[taken > 0]].tolist())
+        numbers = torch.arange(first, first + full.numel())
+        number[full] = numbers
+        self.owned.tensor.index_fill_(0, full, 1)
+        if peers is not None:
+            self._aim(full, peers, [[swa_first, peers.numel()]])
+            if not torch.equal(number[full], numbers):  # a slot came twice
+                self._recount()
 
     def took_swa(self, swa: Tensor, first: int) -> None:
         """SWA slots (int64[n]) were handed out that nothing maps to yet."""
