@@ -1,17 +1,16 @@
 """What following a trace costs beside its calls made bare, and whether its memory stays flat.
 
-    python benchmarks/replay.py [--calls N] [--page-size P] [--pages N] [--strategy S]
+    python benchmarks/replay.py [--calls N] [--page-size P]... [--pages N] [--strategy S]
 
 Makes a trace of N calls for the built-in model: free groups of eight requests, of which some free
 their SWA head, some recover a tombstone and all end. Then, in one process and in turns:
 
-* the calls alone: the same calls on a second allocator, their slots looked up beforehand;
-* the lines alone: reading and checking the trace;
-* ``follow``: reading, looking up, calling, keeping the ledger, judging every group.
+* bare: the same calls on an allocator of their own, with slots that a twin has handed out;
+* lines: reading the trace, and checking each line;
+* follow: all of it, with the ledger, and every group judged.
 
-The ratio that counts is (calls + lines) / follow: what is left of the speed when ledger and audit
-come on top. A twin allocator, which is not timed, hands out the slots that the bare calls name.
-Peak memory is the process's own, after a tenth of the trace and after all of it.
+"speed" is (bare + lines) / follow, what ledger and audit leave of the speed of a plain player of
+the file; "to bare alone" counts the reading of the file against ``follow`` as well.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from swaleak.sglang.adapter import Driver
 from swaleak.target import Builtin, Sizes
 
 REQUESTS = 8  # a group
-CHUNK = 10_000  # calls that are looked up ahead
+TURN = 100  # calls that are made bare, then followed
 
 
 class Requests:
@@ -139,6 +138,12 @@ class Bare:
             getattr(self.twin, name)(*args)
         return [(getattr(self.driver, name), args) for name, args in done]
 
+    def forget(self) -> None:
+        """Only the last few allocations can still be named."""
+        for of in (self.full, self.swa):
+            for first in list(of)[: -4 * REQUESTS]:
+                del of[first]
+
     def named(self, of: dict[int, Tensor], ranges: list[list[int]]) -> Tensor:
         [[first, count]] = ranges
         slots = of[first]
@@ -147,30 +152,45 @@ class Bare:
         return slots[:count]
 
 
-def bare(path: Path, make: Callable[[Sizes], Driver]) -> float:
-    """Seconds that the calls take alone."""
-    lines: Iterator[Header | Line] = iter(TraceReader(path))
-    header = next(lines)
-    assert isinstance(header, Header)
-    sizes = Sizes(header.full_pages, header.swa_pages, header.page_size)
-    player = Bare(make(sizes), make(sizes))
-    spent = 0.0
-    while chunk := list(islice(lines, CHUNK)):
-        calls = [call for line in chunk if isinstance(line, Line) for call in player.call(line)]
-        started = time.perf_counter()
-        for function, args in calls:
-            function(*args)
-        spent += time.perf_counter() - started
-        for of in (player.full, player.swa):  # all that can still be named are the last few
-            for first in list(of)[: -4 * REQUESTS]:
-                del of[first]
-    return spent
+class Measured:
+    """Follows a trace, and makes the same calls bare in turns of ``TURN`` calls."""
 
+    def __init__(self, path: Path, make: Callable[[Sizes], Driver], after: int) -> None:
+        self.path, self.make, self.after = path, make, after
+        self.calls = self.lines = self.paused = 0.0
+        self.early_mib = 0.0
+        started = time.process_time()
+        self.followed: Followed = follow(self.items(), make)
+        self.follow = time.process_time() - started - self.paused
+        self.late_mib = peak_mib()
 
-def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
-    result = action()
-    return time.perf_counter() - started, result
+    def items(self) -> Iterator[Header | Line]:
+        """The trace; while ``follow`` waits for the next turn, the bare calls are made."""
+        lines: Iterator[Header | Line] = iter(TraceReader(self.path))
+        header = next(lines)
+        assert isinstance(header, Header)
+        yield header
+        sizes = Sizes(header.full_pages, header.swa_pages, header.page_size)
+        player = Bare(self.make(sizes), self.make(sizes))
+        done = 0
+        while True:
+            started = time.process_time()
+            turn = [item for item in islice(lines, TURN) if isinstance(item, Line)]
+            read = time.process_time()
+            self.lines += read - started
+            calls = [call for line in turn for call in player.call(line)]
+            ready = time.process_time()
+            for function, args in calls:
+                function(*args)
+            self.calls += time.process_time() - ready
+            player.forget()
+            done += len(turn)
+            if not self.early_mib and done >= self.after:
+                self.early_mib = peak_mib()
+            self.paused += time.process_time() - read
+            if not turn:
+                return
+            yield from turn
 
 
 def peak_mib() -> float:
@@ -186,36 +206,26 @@ def main() -> None:
     parser.add_argument("--strategy", default="barrier")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # what torch has imported is nobody's cost
     target = Builtin("cpu")
-
-    def make(sizes: Sizes) -> Driver:
-        return target.make(asked.strategy, sizes)
-
-    print(f"torch {torch.__version__}, one thread, {asked.strategy}, {asked.pages} pages a pool\n")
-    print("| page size | calls | calls us | lines us | follow us | speed | to the calls alone |")
-    print("|--:|--:|--:|--:|--:|--:|--:|")
-    memory = []
-    with tempfile.TemporaryDirectory() as folder:
-        for page_size in asked.page_size or [1, 4, 256]:
-            sizes = Sizes(asked.pages, asked.pages, page_size)
-            for calls in (asked.calls // 10, asked.calls):
-                path = make_trace(Path(folder), sizes, calls, asked.most_pages)
-                gc.collect()
-                followed: Followed
-                following, followed = timed(lambda: follow(TraceReader(path), make))  # noqa: B023
-                memory.append((page_size, followed.calls, peak_mib()))
-                alone = bare(path, make)
-                lines, _ = timed(lambda: deque(TraceReader(path), maxlen=0))  # noqa: B023
-                path.unlink()
-                each = 1e6 / followed.calls
-                print(
-                    f"| {page_size} | {followed.calls:,} | {alone * each:.2f} | {lines * each:.2f} "
-                    f"| {following * each:.2f} | {(alone + lines) / following:.2f} "
-                    f"| {alone / following:.2f} |  {followed.verdict}, {followed.groups:,} groups"
-                )
-    print("\n| page size | calls | peak MiB of the process so far |\n|--:|--:|--:|")
-    for page_size, calls, mib in memory:
-        print(f"| {page_size} | {calls:,} | {mib:.0f} |")
+    print(f"torch {torch.__version__}, one thread, {asked.strategy}, {asked.pages} pages a pool")
+    print("CPU time, us a call; peak memory of the process after a tenth and at the end, MiB\n")
+    print("| page size | calls | bare | lines | follow | speed | to bare alone | MiB |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for page_size in asked.page_size or [1, 4, 256]:
+        sizes = Sizes(asked.pages, asked.pages, page_size)
+        with tempfile.TemporaryDirectory() as folder:
+            path = make_trace(Path(folder), sizes, asked.calls, asked.most_pages)
+            seen = Measured(path, lambda s: target.make(asked.strategy, s), asked.calls // 10)
+        assert (seen.followed.verdict, seen.followed.differ) == ("clean", 0)
+        each = 1e6 / seen.followed.calls
+        print(
+            f"| {page_size} | {seen.followed.calls:,} | {seen.calls * each:.1f} "
+            f"| {seen.lines * each:.1f} | {seen.follow * each:.1f} "
+            f"| {(seen.calls + seen.lines) / seen.follow:.2f} | {seen.calls / seen.follow:.2f} "
+            f"| {seen.early_mib:.0f}, {seen.late_mib:.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

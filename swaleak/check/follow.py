@@ -127,6 +127,7 @@ class _Follower:
         self.size = driver.page_size
         state = driver.state()
         self.device = state.mapping.device
+        self.on_host = self.device.type == "cpu"
         self.ledger = SlotLedger(len(state.mapping), state.swa_pages, self.size)
         self.frees: dict[str, Callable[[Tensor], None]] = {
             name: getattr(driver, name) for name in FREES
@@ -154,7 +155,10 @@ class _Follower:
             self._past_the_allocator(op, data)
 
     def _there(self, slots: Tensor) -> Tensor:
-        return slots.to(self.device)
+        return slots if self.on_host else slots.to(self.device)
+
+    def _here(self, slots: Tensor) -> Tensor:
+        return slots if self.on_host else slots.cpu()
 
     def _hand_out(self, op: str, data: dict[str, Any]) -> None:
         match op:
@@ -174,10 +178,12 @@ class _Follower:
                 full = self._grow(op, data)
         if full is None:
             raise _Starved
-        if len(full) != data["n"]:
-            raise ScriptError(f"{op}: {data['n']} slots were recorded, there are {len(full)}")
-        peers = self.driver.translate(full).cpu() if "swa" in data else None
-        self.ledger.took(full.cpu().clone(), data["full"], peers, data.get("swa", 0))
+        there = full.numel()
+        if there != data["n"]:
+            raise ScriptError(f"{op}: {data['n']} slots were recorded, there are {there}")
+        swa = data.get("swa", 0)
+        peers = None if "swa" not in data else self._here(self.driver.translate(full))
+        self.ledger.took(self._here(full).clone(), data["full"], peers, swa)
 
     def _grow(self, op: str, data: dict[str, Any]) -> Tensor | None:
         seq = torch.tensor(data["seq"])
@@ -218,7 +224,7 @@ class _Follower:
         """Return physical, mapped, and how the allocator differs from what it should be."""
         state = self.driver.state()
         mapping, swa_free, full_free = (
-            part.cpu() for part in (state.mapping[:-1], state.swa_free, state.full_free)
+            self._here(part) for part in (state.mapping[:-1], state.swa_free, state.full_free)
         )
         as_wanted = torch.equal(mapping, self.ledger.want.tensor[:-1])
         if as_wanted:
@@ -239,11 +245,11 @@ class _Follower:
 def _parted(used: Tensor, free: Tensor) -> bool:
     """Whether each page is either used (bool[pages + 1]) or free (int64[n]), and free once."""
     times = used.long()
-    if len(free):
+    if free.numel():
         low, high = free.aminmax()
         if int(low) < 1 or int(high) >= used.numel():
             return False
-        times.index_add_(0, free, torch.ones(1, dtype=torch.int64).expand(len(free)))
+        times.index_add_(0, free, torch.ones(1, dtype=torch.int64).expand(free.numel()))
     return bool(times.eq(1).all())
 
 

@@ -234,11 +234,12 @@ class SlotLedger:
                 slots = pool.slots[index]
                 if not self._alive(pool, index, at, first):
                     raise _nobody(first)
-                upto = min(stop - first + at, slots.numel())
-                parts.append(slots[at:upto])
+                whole = slots.numel()
+                upto = min(stop - first + at, whole)
+                parts.append(slots if upto - at == whole else slots[at:upto])
                 first += upto - at
         if len(parts) == 1:
-            return parts[0].clone()
+            return parts[0].clone()  # whoever is called may keep it, or write into it
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
     def _alive(self, pool: Allocations, index: int, at: int, number: int) -> bool:
