@@ -115,7 +115,7 @@ REFUSED = {
     "an unknown ending": (["repro", "-o", "x.pdf"], "unknown ending '.pdf'"),
     "no ending": (["repro", "-o", "x"], "unknown ending '(none)'"),
     "no folder": (["repro", "-o", "no/x.md"], "there is no folder no"),
-    "JUnit of a list": (["list", "-o", "x.xml"], "list runs no scenario"),
+    "JUnit of a list": (["list", "-o", "x.xml"], "JUnit is for runs of scenarios"),
     "a test that is no Python": (["export", "steady-group", "--unittest", "-o", "x.md"], ".py"),
     "an export as nothing": (["export", "steady-group"], "--unittest"),
     "an export of nothing": (["export", "nothing", "--unittest"], "unknown scenario 'nothing'"),

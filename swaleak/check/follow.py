@@ -7,7 +7,6 @@ ended. Memory depends on the pools and on what is allocated, not on the length o
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swaleak.allocator.state import State
 from swaleak.check.audit import Violation
+from swaleak.check.slots import SlotLedger
 from swaleak.errors import ScriptError
-from swaleak.script.trace import FREES, HANDS_OUT, Header, Line, Ranges, TraceReader
+from swaleak.script.trace import FREES, HANDS_OUT, Header, Line, TraceReader
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Sizes
 
 MOST_NAMED = 16  # pages that a violation lists
+SWA_FREES = frozenset({"free_swa", "free_swa_segment"})  # the full side keeps its owner
+FULL_FREES = frozenset({"free_full", "free_full_segment"})  # the SWA side stays mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,115 +119,49 @@ class _Starved(Exception):
     """A pool has no room for what the trace allocates."""
 
 
-class _Held:
-    """Allocations of one pool that somebody still holds, found by the numbers of their slots."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most  # slots that a call can be about
-        self.firsts: list[int] = []  # of live allocations, ascending
-        self.slots: dict[int, Tensor] = {}
-        self.left: dict[int, int] = {}
-
-    def add(self, first: int, slots: Tensor, holds: int) -> None:
-        """Enter an allocation: int64[n] slots, numbered from ``first``."""
-        if self.firsts and first <= self.firsts[-1]:
-            raise ScriptError(f"slot number {first} was handed out before")
-        self.firsts.append(first)
-        self.slots[first] = slots
-        self.left[first] = holds
-
-    def find(self, ranges: Ranges) -> tuple[Tensor, Tensor]:
-        """Return the slots that ranges of numbers name, and the number of each."""
-        parts: list[Tensor] = []
-        numbers: list[Tensor] = []
-        if (asked := sum(count for _, count in ranges)) > self.most:
-            raise ScriptError(f"names {asked} slots, more than the pool has")
-        for first, count in ranges:
-            if first == 0:
-                parts.append(torch.zeros(count, dtype=torch.int64))
-                numbers.append(parts[-1])
-                continue
-            stop = first + count
-            while first < stop:
-                at = bisect_right(self.firsts, first) - 1
-                start = self.firsts[at] if at >= 0 else 0
-                slots = self.slots.get(start)
-                if slots is None or first >= start + len(slots):
-                    raise ScriptError(f"nobody holds the slot with number {first}")
-                upto = min(stop, start + len(slots))
-                parts.append(slots[first - start : upto - start])
-                numbers.append(torch.arange(first, upto))
-                first = upto
-        none = torch.zeros(0, dtype=torch.int64)
-        return torch.cat(parts or [none]), torch.cat(numbers or [none])
-
-    def release(self, numbers: Tensor) -> None:
-        """Somebody lets go of the slots with these numbers; forget allocations nobody holds."""
-        numbers = numbers[numbers > 0]
-        if not len(numbers) or not self.firsts:
-            return
-        at = torch.searchsorted(torch.tensor(self.firsts), numbers, right=True) - 1
-        for index, count in zip(
-            *(t.tolist() for t in torch.unique(at, return_counts=True)), strict=True
-        ):
-            first = self.firsts[index]
-            self.left[first] -= count
-        for index in reversed(torch.unique(at).tolist()):
-            first = self.firsts[index]
-            if self.left[first] <= 0:
-                del self.firsts[index], self.slots[first], self.left[first]
-
-    def hold(self, numbers: Tensor) -> None:
-        """Somebody more holds the slots with these numbers."""
-        numbers = numbers[numbers > 0]
-        if len(numbers):
-            at = torch.searchsorted(torch.tensor(self.firsts), numbers, right=True) - 1
-            pairs = zip(*(t.tolist() for t in torch.unique(at, return_counts=True)), strict=True)
-            for index, count in pairs:
-                self.left[self.firsts[index]] += count
-
-
 class _Follower:
-    """One allocator, and what each of its full slots should map to. All tensors on the host."""
+    """One allocator, and the ledger of its slots, which is on the host."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.size = driver.page_size
         state = driver.state()
         self.device = state.mapping.device
-        slots = len(state.mapping)
-        self.want = torch.zeros(slots, dtype=torch.int64)  # SWA slot, 0 for none
-        self.want_number = torch.zeros(slots, dtype=torch.int64)  # its number
-        self.number = torch.zeros(slots, dtype=torch.int64)  # of the full slot, when last taken
-        self.owned = torch.zeros(slots, dtype=torch.bool)
-        self.most = max(slots, (state.swa_pages + 1) * self.size)
-        self.full = _Held(self.most)
-        self.swa = _Held(self.most)
-        self.unmapped: dict[int, int] = {}  # alloc_swa: first number -> slots never mapped yet
+        self.on_host = self.device.type == "cpu"
+        self.ledger = SlotLedger(len(state.mapping), state.swa_pages, self.size)
+        self.frees: dict[str, Callable[[Tensor], None]] = {
+            name: getattr(driver, name) for name in FREES
+        }
 
     def play(self, line: Line) -> None:
         """Make one call, and enter it."""
         op, data = line.op, line.data
-        if op in HANDS_OUT:
+        if op in FREES:
+            slots = self.ledger.full_slots(data["full"])
+            self.frees[op](self._there(slots))
+            self.ledger.release(slots, owner=op not in SWA_FREES, peers=op not in FULL_FREES)
+        elif op in HANDS_OUT:
             self._hand_out(op, data)
         elif op == "begin":
             self.driver.group_begin()
         elif op == "end":
             self.driver.group_end()
-        elif op == "free_swa_pool":
-            slots, numbers = self.swa.find(data["swa"])
-            self.driver.free_swa_pool(self._there(slots))
-            self.swa.release(numbers)
         elif op == "point":
             self._point(data)
+        elif op == "free_swa_pool":
+            self.driver.free_swa_pool(self._there(self.ledger.swa_slots(data["swa"])))
+            self.ledger.gave_back_swa(data["swa"])
         else:
-            self._free(op, data)
+            self._past_the_allocator(op, data)
 
     def _there(self, slots: Tensor) -> Tensor:
-        return slots.to(self.device)
+        return slots if self.on_host else slots.to(self.device)
+
+    def _here(self, slots: Tensor) -> Tensor:
+        return slots if self.on_host else slots.cpu()
 
     def _hand_out(self, op: str, data: dict[str, Any]) -> None:
-        if data["n"] > self.most:  # before anything of that size is made
+        if data["n"] > self.ledger.most:  # before anything of that size is made
             raise _Starved
         match op:
             case "alloc":
@@ -234,38 +171,26 @@ class _Follower:
             case "alloc_full":
                 full = self.driver.full_pool.alloc(data["n"])
             case "alloc_swa":
-                self._took_swa(data, self.driver.swa_pool.alloc(data["n"]))
+                swa = self.driver.swa_pool.alloc(data["n"])
+                if swa is None:
+                    raise _Starved
+                self.ledger.took_swa(swa.cpu().clone(), data["swa"])
                 return
             case _:
                 full = self._grow(op, data)
         if full is None:
             raise _Starved
-        full = full.clone()
-        peers = self.driver.translate(full).cpu() if "swa" in data else torch.zeros_like(full).cpu()
-        full = full.cpu()
-        if len(full) != data["n"]:
-            raise ScriptError(f"{op}: {data['n']} slots were recorded, there are {len(full)}")
-        self._forget(full)
-        # a slot is held by its owner, and by its peer: a cache may free the full side first
-        self.full.add(data["full"], full, len(full))
-        self.number[full] = torch.arange(data["full"], data["full"] + len(full))
-        self.owned[full] = True
-        if "swa" in data:
-            self.full.hold(self.number[full[peers > 0]])
-            numbers = torch.where(peers > 0, torch.arange(len(full)) + data["swa"], 0)
-            self.swa.add(data["swa"], peers, int((peers > 0).sum()))
-            self.want[full], self.want_number[full] = peers, numbers
-
-    def _took_swa(self, data: dict[str, Any], swa: Tensor | None) -> None:
-        if swa is None:
-            raise _Starved
-        self.swa.add(data["swa"], swa.cpu().clone(), len(swa))
-        self.unmapped[data["swa"]] = len(swa)
+        there = full.numel()
+        if there != data["n"]:
+            raise ScriptError(f"{op}: {data['n']} slots were recorded, there are {there}")
+        swa = data.get("swa", 0)
+        peers = None if "swa" not in data else self._here(self.driver.translate(full))
+        self.ledger.took(self._here(full).clone(), data["full"], peers, swa)
 
     def _grow(self, op: str, data: dict[str, Any]) -> Tensor | None:
         seq = torch.tensor(data["seq"])
-        last, numbers = self.full.find(data["last"])
-        last = self._there(torch.where(numbers > 0, last, -1))
+        last = self.ledger.full_slots(data["last"])
+        last = self._there(torch.where(last > 0, last, -1))
         allocator = self.driver.allocator
         if op == "decode":
             found: Tensor | None = allocator.alloc_decode(self._there(seq), seq, last)
@@ -279,90 +204,81 @@ class _Follower:
         return found
 
     def _point(self, data: dict[str, Any]) -> None:
-        full, _ = self.full.find(data["full"])
-        swa, numbers = self.swa.find(data["swa"])
+        full = self.ledger.full_slots(data["full"])
+        swa = self.ledger.swa_slots(data["swa"])
         if len(full) != len(swa):
             raise ScriptError(f"point: lengths differ, {len(full)} and {len(swa)} slots")
         self.driver.point(self._there(full), self._there(swa))
-        self.swa.hold(numbers)
-        self._forget(full)
-        self.full.hold(self.number[full[swa > 0]])
-        self.want[full], self.want_number[full] = swa, numbers
-        for first, count in data["swa"]:
-            if first in self.unmapped:  # whoever took them holds them through the mapping now
-                held = self.unmapped.pop(first)
-                self.swa.release(torch.arange(first, first + min(count, held)))
+        self.ledger.point(full, swa, data["swa"])
 
-    def _free(self, op: str, data: dict[str, Any]) -> None:
-        slots, _ = self.full.find(data["full"])
+    def _past_the_allocator(self, op: str, data: dict[str, Any]) -> None:
+        slots = self.ledger.full_slots(data["full"])
         there = self._there(slots)
-        if op == "free_full_pool":
-            if data["cleared"] and bool(self.want[slots].any()):
-                self.driver.clear_mapping(there)  # the cache did, before it freed them
-                self._forget(slots)
-            self.driver.free_full_pool(there)
-        elif op == "clear":
+        # before it frees them into the pool, the cache has cleared them, without any call
+        if op == "clear" or (data["cleared"] and self.ledger.wants(slots)):
             self.driver.clear_mapping(there)
-            self._forget(slots)
-            return
-        else:
-            assert op in FREES
-            getattr(self.driver, op)(there)
-        touched = self._whole_pages(slots)
-        if op not in ("free_swa", "free_swa_segment"):
-            self.full.release(self.number[touched[self.owned[touched]]])
-            self.owned[touched] = False
-        if op not in ("free_full", "free_full_segment", "free_full_pool"):
-            self._forget(touched)
-
-    def _whole_pages(self, slots: Tensor) -> Tensor:
-        if self.size == 1:
-            return slots
-        pages: Tensor = torch.unique(slots // self.size)
-        return (pages[:, None] * self.size + torch.arange(self.size)).reshape(-1)
-
-    def _forget(self, full: Tensor) -> None:
-        """These full slots should map to nothing any more."""
-        self.swa.release(self.want_number[full])
-        self.full.release(self.number[full[self.want[full] > 0]])
-        self.want[full] = 0
-        self.want_number[full] = 0
+            self.ledger.forget(slots)
+        if op == "free_full_pool":
+            self.driver.free_full_pool(there)
+            self.ledger.release(slots, owner=True, peers=False)
 
     def audit(self) -> tuple[int, int, tuple[Violation, ...]]:
         """Return physical, mapped, and how the allocator differs from what it should be."""
         state = self.driver.state()
-        mapping = state.mapping[:-1].cpu()
-        want = self.want[:-1]
-        size = self.size
-        free = torch.zeros(state.swa_pages + 1, dtype=torch.bool)
-        inside = state.swa_free[(state.swa_free > 0) & (state.swa_free <= state.swa_pages)].cpu()
-        free[inside] = True
-        mapped = torch.zeros(state.swa_pages + 1, dtype=torch.bool)
-        mapped[mapping // size] = True
-        for first, count in self.unmapped.items():  # HiCache is loading into them
-            mapped[self.swa.slots[first][:count] // size] = True
-        mapped[0] = free[0] = True
-        owned = torch.unique(self.owned.nonzero().reshape(-1) // size)
-        held = state.full_pages - len(torch.unique(state.full_free))
-        found = (
-            _pages("leak", "swa", (~mapped & ~free).nonzero()),
-            _pages("leak", "full", torch.zeros(max(0, held - len(owned)))),
-            _pages(
-                "lost", "full", torch.unique(((want > 0) & (mapping != want)).nonzero() // size)
-            ),
-            _pages(
-                "stale",
-                "full",
-                torch.unique(((mapping > 0) & (mapping != want)).nonzero() // size),
-            ),
-            _pages("dangling", "swa", (mapped & free)[1:].nonzero() + 1),
-            _twice("swa", state.swa_free),
-            _twice("full", state.full_free),
-            _outside("swa", state.swa_free, state.swa_pages),
-            _outside("full", state.full_free, state.full_pages),
+        mapping, swa_free, full_free = (
+            self._here(part) for part in (state.mapping[:-1], state.swa_free, state.full_free)
         )
-        physical = state.swa_pages - int(free.sum()) + 1
-        return physical, int(mapped.sum()) - 1, tuple(v for v in found if v is not None)
+        as_wanted = torch.equal(mapping, self.ledger.want.tensor[:-1])
+        if as_wanted:
+            mapped = self.ledger.pointed.tensor > 0
+        else:
+            mapped = torch.zeros(state.swa_pages + 1, dtype=torch.bool)
+            mapped[mapping // self.size] = True
+        for slots in self.ledger.taken_for_later():  # HiCache is loading into them
+            mapped[slots // self.size] = True
+        mapped[0] = True
+        owned = self.ledger.owned_pages(state.full_pages)
+        if as_wanted and _parted(mapped, swa_free) and _parted(owned, full_free):
+            pages = state.swa_pages - len(swa_free)
+            return pages, pages, ()
+        return _differences(state, mapping, self.ledger.want.tensor[:-1], mapped, owned)
+
+
+def _parted(used: Tensor, free: Tensor) -> bool:
+    """Whether each page is either used (bool[pages + 1]) or free (int64[n]), and free once."""
+    times = used.long()
+    if free.numel():
+        low, high = free.aminmax()
+        if int(low) < 1 or int(high) >= used.numel():
+            return False
+        times.index_add_(0, free, torch.ones(1, dtype=torch.int64).expand(free.numel()))
+    return bool(times.eq(1).all())
+
+
+def _differences(
+    state: State, mapping: Tensor, want: Tensor, mapped: Tensor, owned: Tensor
+) -> tuple[int, int, tuple[Violation, ...]]:
+    size = state.page_size
+    free = torch.zeros(state.swa_pages + 1, dtype=torch.bool)
+    inside = state.swa_free[(state.swa_free > 0) & (state.swa_free <= state.swa_pages)].cpu()
+    free[inside] = True
+    free[0] = True
+    held = state.full_pages - len(torch.unique(state.full_free))
+    found = (
+        _pages("leak", "swa", (~mapped & ~free).nonzero()),
+        _pages("leak", "full", torch.zeros(max(0, held - int(owned[1:].sum())))),
+        _pages("lost", "full", torch.unique(((want > 0) & (mapping != want)).nonzero() // size)),
+        _pages(
+            "stale", "full", torch.unique(((mapping > 0) & (mapping != want)).nonzero() // size)
+        ),
+        _pages("dangling", "swa", (mapped & free)[1:].nonzero() + 1),
+        _twice("swa", state.swa_free),
+        _twice("full", state.full_free),
+        _outside("swa", state.swa_free, state.swa_pages),
+        _outside("full", state.full_free, state.full_pages),
+    )
+    physical = state.swa_pages - int(free.sum()) + 1
+    return physical, int(mapped.sum()) - 1, tuple(v for v in found if v is not None)
 
 
 def _twice(pool: str, free: Tensor) -> Violation | None:

@@ -33,10 +33,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swaleak.errors import ScriptError
 from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS
@@ -82,8 +82,7 @@ class Header:
     fix: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One call. ``number``: its line in the file, from 1. ``data``: as in the table above."""
 
     number: int
@@ -149,21 +148,24 @@ class TraceReader:
 
     def _item(self, number: int, raw: bytes) -> Header | Line:
         try:
-            data = json.loads(raw)
+            text = str(raw, "utf-8").strip()
+            data, end = _decode(text)
         except (ValueError, RecursionError):
             raise self._error(number, "not a line of JSON") from None
+        if end != len(text):
+            raise self._error(number, "not a line of JSON")
         if not isinstance(data, dict):
             raise self._error(number, "not a JSON object")
-        if "schema" in data or number == 1:
+        if number == 1 or "schema" in data:
             return self._header(number, data)
         op = data.pop("op", None)
         if not isinstance(op, str) or op not in NEEDS:
             raise self._error(number, f"unknown operation {op!r}")
-        if set(data) != set(NEEDS[op]):
+        checks = _CHECKS[op]
+        if data.keys() != checks.keys():
             raise self._error(number, f"{op} takes {', '.join(NEEDS[op]) or 'nothing'}")
         for key, value in data.items():
-            number_wanted = op in HANDS_OUT and key in ("full", "swa")
-            if not _fits("n" if number_wanted else key, value):
+            if not checks[key](value):
                 raise self._error(number, f"{op}: {key} is {str(value)[:40]!r}")
         return Line(number, op, data)
 
@@ -196,21 +198,41 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def _fits(key: str, value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def _are_numbers(value: Any) -> bool:
+    return type(value) is list and all(map(_is_number, value))
+
+
+def _are_ranges(value: Any) -> bool:
+    if type(value) is not list:
+        return False
+    for part in value:
+        if type(part) is not list or len(part) != 2:
+            return False
+        first, count = part
+        if type(first) is not int or type(count) is not int:
+            return False
+        if not (0 <= first < 2**62 and 0 <= count < 2**62):
+            return False
+    return True
+
+
+def _check(op: str, key: str) -> Callable[[Any], bool]:
     match key:
+        case "full" | "swa" if op in HANDS_OUT:
+            return _is_number
         case "full" | "swa" | "last":
-            return isinstance(value, list) and all(_numbers(part, 2) for part in value)
+            return _are_ranges
         case "prefix" | "seq":
-            return _numbers(value, None)
+            return _are_numbers
         case "cleared":
-            return isinstance(value, bool)
+            return lambda value: type(value) is bool
         case _:
-            return type(value) is int and 0 <= value < 2**62
+            return _is_number
 
 
-def _numbers(value: Any, length: int | None) -> bool:
-    return (
-        isinstance(value, list)
-        and (length is None or len(value) == length)
-        and all(type(number) is int and 0 <= number < 2**62 for number in value)
-    )
+_CHECKS = {op: {key: _check(op, key) for key in keys} for op, keys in NEEDS.items()}
+_decode = json.JSONDecoder().raw_decode
