@@ -247,7 +247,7 @@ RUNS = {
     "no such file": (["diagnose", "nowhere.log"], "", 2, "nowhere.log: No such file"),
     "a folder": (["diagnose", "."], "", 2, "Is a directory"),
     "a page size": (["diagnose", "--page-size", "256"], LEAK, 0, "1 page of 256 slots"),
-    "JUnit": (["diagnose", "-o", "x.xml"], LEAK, 2, "runs no scenario"),
+    "JUnit": (["diagnose", "-o", "x.xml"], LEAK, 2, "JUnit is for runs of scenarios"),
 }
 
 
