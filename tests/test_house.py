@@ -9,8 +9,6 @@ import sys
 import venv
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import ROOT
 
 # upstream first; a file may import from its own room and from rooms before it
@@ -132,13 +130,3 @@ def test_the_image_installs_this_and_replaces_nothing(tmp_path: Path) -> None:
     listed = ask(str(environment / "bin" / "swaleak"), "list", "--format", "json")
     assert '"tombstone-recovery"' in listed
     assert (site / "swaleak" / "scenarios" / "tombstone-recovery.toml").is_file()
-
-
-@pytest.mark.parametrize("word", ["/work/", "/root/", "/tmp/", "pypi.org", "pythonhosted"])
-def test_nothing_names_a_place_of_one_machine(word: str) -> None:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    files = [ROOT / name for name in listed.stdout.splitlines() if name != "tests/test_house.py"]
-    naming = [str(f) for f in files if f.is_file() and word in f.read_text(errors="replace")]
-    assert naming == []

@@ -77,25 +77,25 @@ def from_release(name: str) -> SourceTree:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
-        workplace = tempfile.mkdtemp(prefix=".fetch-", dir=folder)
+        scratch = tempfile.mkdtemp(prefix=".fetch-", dir=folder)
     except OSError:  # no cache to be had: fetch it for this run only
-        workplace = tempfile.mkdtemp(prefix="swaleak-")
+        scratch = tempfile.mkdtemp(prefix="swaleak-")
     try:
-        tree = _named(from_wheel(_download(version, Path(workplace))), version)
+        tree = _named(from_wheel(_download(version, Path(scratch))), version)
         with contextlib.suppress(OSError):
-            _keep(tree, Path(workplace), kept)
+            _keep(tree, Path(scratch), kept)
         return tree
     finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _named(tree: SourceTree, version: str) -> SourceTree:
     return SourceTree(tree.files, version, f"sglang-{version}", f"sglang {version}")
 
 
-def _keep(tree: SourceTree, workplace: Path, kept: Path) -> None:
+def _keep(tree: SourceTree, scratch: Path, kept: Path) -> None:
     """Write what is kept beside ``kept`` and rename it into place."""
-    small = workplace / "kept.zip"
+    small = scratch / "kept.zip"
     with zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in sorted(tree.files.items()):
             archive.writestr(zipfile.ZipInfo(name), text)
