@@ -41,8 +41,13 @@ def followed(trace: list[Header | Line], strategy: str, few: int, sweep: int) ->
         return follow(trace, lambda sizes: BUILTIN.make(strategy, sizes))
 
 
+# an adoption clears the giver's mapping by a direct write with no call after it, which no recorder
+# hears: such a script is not what its trace says (SGLang's caches free the giver's slots next)
+RECORDABLE = scripts().filter(lambda drawn: not any(type(op) is ops.Adopt for op in drawn[1]))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@given(drawn=scripts())
+@given(drawn=RECORDABLE)
 @settings(deadline=None, max_examples=60)
 def test_it_agrees_with_the_ledger_of_nodes(
     strategy: str, drawn: tuple[int, tuple[Op, ...]]
