@@ -26,19 +26,18 @@ from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.audit import audit
 from swaleak.check.replay import Player
 from swaleak.device import free_memory
-from swaleak.errors import SwaleakError, UsageError, unknown
+from swaleak.errors import RAISED, SwaleakError, UsageError, unknown
 from swaleak.script import ops
 from swaleak.script.ops import Op
-from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, MAX_STEPS
+from swaleak.script.scenario import MAX_SLOTS, MAX_STEPS, check_page_size
 from swaleak.sglang.adapter import Driver
-from swaleak.target import SHIPPED, Sizes, Target, strategy_of
+from swaleak.target import SHIPPED, STRATEGY_NAMES, Sizes, Target, strategy_of
 
 MIN_SAMPLES = 20  # fewer say nothing about a median
 BLOCK = 25  # rounds, then new allocators: where in memory they lie is worth up to 2 %
 RUN_IN = 3  # groups that a new allocator does before it is timed
 RESAMPLES = 2000  # of the bootstrap
 CHUNK = 2**21  # resampled values looked at together
-STRATEGY_NAMES = {name for s in STRATEGIES.values() for name in (s.name, s.long_name)}
 SOURCE = "incoming"  # the node that a tombstone is recovered from
 RELEASES = ("free", "free_page_ids", "free_segment")  # how a pool is given pages back
 
@@ -233,8 +232,7 @@ def shapes(
     for shape in chosen:
         if shape.calls > MAX_STEPS:
             raise UsageError(f"{shape.calls} calls: at most {MAX_STEPS} in a group")
-        if not 1 <= shape.page_size <= MAX_PAGE_SIZE:
-            raise UsageError(f"page size {shape.page_size}: must be from 1 to {MAX_PAGE_SIZE}")
+        check_page_size(shape.page_size)
         if shape.sizes.full_pages * shape.page_size > MAX_SLOTS:
             raise UsageError(
                 f"{shape.calls} calls of {shape.pages} pages of {shape.page_size} slots are over "
@@ -277,7 +275,7 @@ def contestants(
 
 
 def _contestant(name: str, on: Callable[[], Target], open_: Callable[[str], Target]) -> Contestant:
-    if name == SHIPPED or name in STRATEGY_NAMES:
+    if name in STRATEGY_NAMES:
         strategy, target = strategy_of(name), on()
         return Contestant(_short(target) if strategy == SHIPPED else strategy, target, strategy)
     try:
@@ -534,6 +532,6 @@ def _explained(contestant: Contestant, shape: Shape) -> Iterator[None]:
         yield
     except SwaleakError:
         raise
-    except Exception as error:
+    except RAISED as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{contestant.label} cannot be measured ({shape}): {reason}") from None

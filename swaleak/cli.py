@@ -233,8 +233,6 @@ def verify(
         for name in strategies_of(target, None)
         for case in tree_cases_of(tree, caches, target, name, page_size)
     ]
-    if not cases:
-        raise UsageError("no scenario runs at this page size; `swaleak list` shows which do")
     report = verify_report(about([target]), cases)
     _finish(report.with_line(note) if note else report, format, output)
 
@@ -590,11 +588,8 @@ def record(
     status, written = launch.record(command, output, fix)
     from swaleak.report.traces import record_report
 
-    report = record_report(written, status)
-    try:
-        _finish(report, format, None)
-    except typer.Exit:
-        raise typer.Exit(status) from None
+    _print(record_report(written, status), format, None)
+    raise typer.Exit(status)
 
 
 @app.command()
@@ -646,7 +641,6 @@ def shrink(
     from swaleak.script.trace import read_header
 
     check_scenario("-o", output)
-
     header = read_header(trace)
     [target] = open_targets(on, device)
     from swaleak.report.files import write_text

@@ -26,6 +26,16 @@ class TargetError(SwaleakError):
     exit_code = 125
 
 
+# whatever the code of a target may raise: a result or a sentence, never the end of this program
+RAISED = (Exception, SystemExit)
+
+
+def told(error: BaseException) -> str:
+    """Return what was raised as one line, ``ValueError: why``."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence for a name nobody knows, with the nearest ones that exist."""
     known = list(known)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from swaleak import __version__
 from swaleak.errors import SwaleakError, UsageError
 from swaleak.script import tree as trees
-from swaleak.script.scenario import MAX_PAGE_SIZE
+from swaleak.script.scenario import check_page_size
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
@@ -68,8 +68,7 @@ def sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:
     Raises ``UsageError`` for a size that no scenario has.
     """
     for size in asked or ():
-        if not 1 <= size <= MAX_PAGE_SIZE:
-            raise UsageError(f"page size {size}: must be from 1 to {MAX_PAGE_SIZE}")
+        check_page_size(size)
     least = min(scenario.page_sizes)
     return tuple(size for size in asked or scenario.page_sizes if size >= least)
 

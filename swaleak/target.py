@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import STRATEGIES, Strategy
+from swaleak.allocator.strategy import STRATEGIES
 from swaleak.device import free_memory
-from swaleak.errors import SwaleakError, TargetError, UsageError, unknown
+from swaleak.errors import RAISED, SwaleakError, TargetError, UsageError, told, unknown
 from swaleak.sglang import release, source
 from swaleak.sglang.adapter import Driver, graft, ships
 from swaleak.sglang.loader import load
@@ -22,6 +22,11 @@ from swaleak.sglang.patch import patched
 from swaleak.sglang.shims import BaseSWAKVPool
 
 SHIPPED = "shipped"
+# every name that is understood -> the short one
+STRATEGY_NAMES = {
+    **{name: s.name for s in STRATEGIES.values() for name in (s.name, s.long_name)},
+    SHIPPED: SHIPPED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class OfClass:
             return ships(self._driver(self._class, Sizes(4, 4, 1)))
         except TargetError:
             raise
-        except (Exception, SystemExit):  # a candidate may be broken in any way; scenarios will tell
+        except RAISED:  # a candidate may be broken in any way; scenarios will tell
             return None
 
     def strategies(self) -> tuple[str, ...]:
@@ -159,7 +164,7 @@ class OfClass:
             if not all(isinstance(part, torch.Tensor) for part in driver.state()[1:4]):
                 raise TypeError("its mapping and free lists are no tensors")
             return driver
-        except (Exception, SystemExit) as error:
+        except RAISED as error:
             raise _cannot_make(self.name, sizes, error) from None
 
 
@@ -221,8 +226,8 @@ def _user_class(name: str, device: str) -> OfClass:
         sys.path.insert(0, "")
     try:
         class_ = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:
-        raise TargetError(f"{name}: {_sentence(error)}") from None
+    except RAISED as error:
+        raise TargetError(f"{name}: {told(error)}") from None
     if not isinstance(class_, type):
         raise TargetError(f"{name}: is no class")
     return OfClass(class_, name, device)
@@ -261,26 +266,14 @@ def _cannot_make(name: str, sizes: Sizes, error: BaseException) -> SwaleakError:
             f"{sizes.full_pages} full and {sizes.swa_pages} SWA pages of {sizes.page_size} slots "
             f"do not fit into the device's memory"
         )
-    return TargetError(f"{name}: its allocator cannot be made: {_sentence(error)}")
-
-
-def _sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return TargetError(f"{name}: its allocator cannot be made: {told(error)}")
 
 
 def strategy_of(name: str) -> str:
     """Return the short name of a strategy, or ``shipped``; raises ``UsageError``."""
-    if name == SHIPPED:
-        return SHIPPED
-    for strategy in STRATEGIES.values():
-        if name in _names(strategy):
-            return strategy.name
-    known = [name for strategy in STRATEGIES.values() for name in _names(strategy)]
-    raise UsageError(unknown("strategy", name, [*dict.fromkeys(known), SHIPPED]))
-
-
-def _names(strategy: type[Strategy]) -> tuple[str, str]:
-    return strategy.name, strategy.long_name
+    if name not in STRATEGY_NAMES:
+        raise UsageError(unknown("strategy", name, STRATEGY_NAMES))
+    return STRATEGY_NAMES[name]
 
 
 def _slots(sizes: Sizes) -> tuple[int, int]:

@@ -55,12 +55,43 @@ def test_check(name: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (answer.code, said in words, answer.err.count("\n")) == (code, True, int(code > 2))
 
 
-def test_explore_survives_what_raises(cli: Cli, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "raises_.py").write_text(CANDIDATES["typo"][0])
+@pytest.mark.parametrize(("name", "raised"), [("typo", "AttributeError"), ("leaves", "SystemExit")])
+@pytest.mark.parametrize("how", [("--depth", "4"), ("--random", "--steps", "20")])
+def test_explore_finds_what_raises(
+    name: str, raised: str, how: tuple[str, ...], cli: Cli, tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / f"explored_{name}.py").write_text(CANDIDATES[name][0])
     monkeypatch.syspath_prepend(str(tmp_path))
-    answer = cli("explore", "--on", "raises_:Mine", "--depth", 4, "-f", "json")
+    answer = cli("explore", "--on", f"explored_{name}:Mine", *how, "-f", "json")
     [result] = json.loads(answer.out)["results"]
-    assert answer.code == 1 and "AttributeError" in json.dumps(result)
+    assert (answer.code, raised in json.dumps(result)) == (1, True)
+
+
+TRACE = """\
+{"schema": "swaleak-trace/1", "page_size": 1, "full_pages": 8, "swa_pages": 8}
+{"op": "alloc", "full": 1, "swa": 1, "n": 1}
+{"op": "begin"}
+{"op": "free_swa", "full": [[1, 1]]}
+{"op": "end", "physical": 0, "mapped": 0}
+"""
+
+
+@pytest.mark.parametrize("command", ["replay", "bench"])
+def test_code_that_leaves_is_no_success(command: str, cli: Cli, tmp_path, monkeypatch) -> None:
+    (tmp_path / "left_.py").write_text(CANDIDATES["leaves"][0])
+    (tmp_path / "run.jsonl").write_text(TRACE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls = {
+        "replay": ("replay", tmp_path / "run.jsonl", "--on", "left_:Mine", "-s", "shipped"),
+        "bench": ("bench", "--candidate", "left_:Mine", "--samples", 20),
+    }
+    answer = cli(*calls[command])
+    words = " ".join((answer.out + answer.err).split())
+    code, said = {
+        "replay": (1, "line 4: the allocator raised SystemExit: 0"),
+        "bench": (2, "left_:Mine cannot be measured"),
+    }[command]
+    assert (answer.code, said in words) == (code, True), words
 
 
 @pytest.mark.parametrize("command", ["check builtin_like", "verify", "repro"])

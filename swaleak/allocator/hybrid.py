@@ -7,7 +7,7 @@ grafted on SGLang's own class.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,6 @@ from swaleak.allocator.strategy import Strategy
 
 class GroupRefused(RuntimeError):
     """A second ``free_group_begin``, or a ``free_group_end`` without one. Nothing has changed."""
-
-
-class Pool(Protocol):
-    """What ``GroupedFrees`` needs from a pool, ours or SGLang's."""
-
-    def free(self, free_index: Tensor) -> None:
-        """Give back the pages of these slots."""
 
 
 class GroupedFrees:

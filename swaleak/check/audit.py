@@ -103,11 +103,15 @@ def counts(reading: Reading) -> tuple[int, int]:
 
 
 def audit(allocator: Audited, ledger: Ledger) -> Audit:
-    """Hold the allocator against the ledger, in the middle of a group too.
+    """Read the allocator's state and hold it against the ledger; see ``audit_of``."""
+    return audit_of(read(allocator.state()), ledger)
+
+
+def audit_of(reading: Reading, ledger: Ledger) -> Audit:
+    """Hold a reading against the ledger, in the middle of a group too.
 
     While a group is open, pages that wait for its end are nobody's fault: only counts are given.
     """
-    reading = read(allocator.state())
     physical, mapped = counts(reading)
     found = () if ledger.in_group else tuple(judge(reading, ledger))
     return Audit(physical, mapped, len(reading.full.held), found)

@@ -9,7 +9,7 @@ from swaleak.check.replay import Run, replay
 from swaleak.errors import ScriptError, UsageError
 from swaleak.script import ops
 from swaleak.script.ops import Op
-from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Known, Outcome, Scenario
+from swaleak.script.scenario import MAX_SLOTS, Known, Outcome, Scenario, check_page_size
 from swaleak.target import Sizes, Target
 
 LARGE = 2**20  # slots
@@ -114,8 +114,7 @@ def run_case(
 
 def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:
     """Return the pools a scenario asks for, and room for what ``repeat`` rounds can leak."""
-    if not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise UsageError(f"page size {page_size}: must be from 1 to {MAX_PAGE_SIZE}")
+    check_page_size(page_size)
     asked = sum(_asked(op, page_size) for op in scenario.steps) if repeat > 1 else 0
     spare = (repeat - 1) * asked
     full, swa = scenario.full_pages + spare, scenario.swa_pages + spare

@@ -17,7 +17,7 @@ from torch import Tensor
 from swaleak.allocator.state import State
 from swaleak.check.audit import Violation
 from swaleak.check.slots import SlotLedger
-from swaleak.errors import ScriptError
+from swaleak.errors import RAISED, ScriptError, told
 from swaleak.script.trace import FREES, HANDS_OUT, Header, Line, TraceReader
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Sizes
@@ -92,9 +92,8 @@ def follow(
         except _Starved:
             followed.starved = item.number
             break
-        except Exception as error:  # whatever SGLang's code raises is a result, not a crash
-            text = " ".join(str(error).split())
-            followed.raised = (item.number, f"{type(error).__name__}: {text}")
+        except RAISED as error:  # whatever SGLang's code raises is a result, not a crash
+            followed.raised = (item.number, told(error))
             break
         if item.op == "end":
             _judge(follower, item, followed)

@@ -87,8 +87,11 @@ class Ledger:
     def allocated(self, name: str, node: Node) -> None:
         """Enter what an allocation handed out."""
         self.nodes[name] = node
-        taken = set(node.full)  # what was freed and is handed out again is nobody's to adopt
-        self.freed = {k: v for k, v in self.freed.items() if k != name and taken.isdisjoint(v.full)}
+        if self.freed:  # what was freed and is handed out again is nobody's to adopt
+            taken = set(node.full)
+            self.freed = {
+                k: v for k, v in self.freed.items() if k != name and taken.isdisjoint(v.full)
+            }
 
     def knows(self, name: str) -> bool:
         """Whether any of its pages may still be named."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from swaleak.check.audit import Audit, Audited, audit, read
+from swaleak.check.audit import Audit, Audited, audit, audit_of, read
 from swaleak.check.ledger import Ledger, Node
 from swaleak.check.picture import Page, picture
-from swaleak.errors import ScriptError
+from swaleak.errors import RAISED, ScriptError, told
 from swaleak.script import ops
 from swaleak.script.ops import Op, TreeOp, describe
 
@@ -163,10 +163,10 @@ class _Judge:
                         f"for the end of the group are not free yet"
                     ) from None
                 return False
-            except (Exception, SystemExit) as error:  # of SGLang's code: a result, not a crash
+            except RAISED as error:  # of SGLang's code: a result, not a crash
                 self._look(number, op)
                 same = is_refusal(error, before, fingerprint(self.player.allocator))
-                self.raised = (number, _one_line(error), same)
+                self.raised = (number, told(error), same)
                 return False
             if self.looking or isinstance(op, ops.Expect):
                 self._look(number, op)
@@ -177,13 +177,14 @@ class _Judge:
         return all(self.play([op], first=0) for op in list(self.player.leftovers()))
 
     def _look(self, number: int, op: Op) -> None:
-        self.audit = audit(self.player.allocator, self.player.ledger)
+        ledger = self.player.ledger
+        reading = read(self.player.allocator.state())
+        self.audit = audit_of(reading, ledger)
         if self.audit.violations and self.first_bad is None:
             self.first_bad = (number, self.audit)
         if self.keep_steps:
-            ledger = self.player.ledger
             before = self.steps[-1].pages if self.steps else ()
-            pages = picture(read(self.player.allocator.state()), ledger, before)
+            pages = picture(reading, ledger, before)
             self.steps.append(Step(op, self.audit, ledger.in_group, pages))
         if isinstance(op, ops.Expect):
             for name in ("physical", "mapped"):
@@ -444,8 +445,3 @@ MISTAKES = (
 def is_refusal(error: BaseException, before: Fingerprint, after: Fingerprint) -> bool:
     """Whether an allocator that raised has refused: on purpose, and with nothing changed."""
     return not isinstance(error, MISTAKES) and unchanged(before, after)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

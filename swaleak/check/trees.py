@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from swaleak.check.audit import Audit, audit, read
+from swaleak.check.audit import Audit, Reading, audit_of, read
 from swaleak.check.case import Case
 from swaleak.check.ledger import Ledger, Node
 from swaleak.check.picture import picture
 from swaleak.check.replay import Run, Step
-from swaleak.errors import ScriptError, UsageError
+from swaleak.errors import RAISED, ScriptError, UsageError, told
 from swaleak.script.ops import Expect
-from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Outcome
+from swaleak.script.scenario import MAX_SLOTS, Outcome, check_page_size
 from swaleak.script.tree import TreeScenario
 from swaleak.sglang.tree import Caches, PoolEmpty, Tree
 from swaleak.target import SHIPPED, Target
@@ -48,8 +48,7 @@ def _case(
     keep_steps: bool,
 ) -> Case:
     about = scenario.on(cache)
-    if not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise UsageError(f"page size {page_size}: must be from 1 to {MAX_PAGE_SIZE}")
+    check_page_size(page_size)
     if max(about.full_pages, about.swa_pages) * page_size > MAX_SLOTS:
         raise UsageError(f"{about.name}: over the limit of {MAX_SLOTS} slots a pool")
     untouched = target.origin(strategy) == SHIPPED
@@ -73,7 +72,8 @@ def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:
     steps: list[Step] = []
     unmet: list[str] = []
     failed_at: int | None = None
-    seen = _look(tree)
+    reading, ledger = _look(tree)
+    seen = audit_of(reading, ledger)
     raised: str | None = None
     number = 0
     try:
@@ -82,21 +82,22 @@ def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:
                 unmet += _unmet(number, step, seen)
             else:
                 tree.play(step)
-                seen = _look(tree)
+                reading, ledger = _look(tree)
+                seen = audit_of(reading, ledger)
             if seen.violations and failed_at is None:
                 failed_at = number
             if keep_steps:
-                pages = picture(read(tree.state()), _ledger(tree), steps[-1].pages if steps else ())
+                pages = picture(reading, ledger, steps[-1].pages if steps else ())
                 steps.append(Step(step, seen, tree.in_group, pages))
         tree.settle()
     except PoolEmpty as error:
         raise ScriptError(
             f"{scenario.about.source or scenario.about.name}: step {number}: {error}"
         ) from None
-    except Exception as error:  # whatever SGLang's code raises is a result, not a crash
-        raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except RAISED as error:  # whatever SGLang's code raises is a result, not a crash
+        raised = told(error)
         failed_at = failed_at or number
-        seen = _look(tree)
+        seen = audit_of(*_look(tree))
     verdict = seen.verdict if seen.violations or not raised else "error"
     return Run(
         verdict=verdict,
@@ -108,13 +109,11 @@ def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:
     )
 
 
-def _look(tree: Tree) -> Audit:
-    return audit(tree, _ledger(tree))
-
-
-def _ledger(tree: Tree) -> Ledger:
+def _look(tree: Tree) -> tuple[Reading, Ledger]:
+    """Return what the allocator says, and what the tree says that it should."""
     nodes = {name: Node(*owned) for name, owned in tree.owners().items()}
-    return Ledger(tree.page_size, nodes, in_group=tree.in_group)
+    ledger = Ledger(tree.page_size, nodes, in_group=tree.in_group)
+    return read(tree.state()), ledger
 
 
 def _unmet(number: int, step: Expect, seen: Audit) -> list[str]:

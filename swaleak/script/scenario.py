@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from swaleak.errors import ScriptError, unknown
+from swaleak.errors import ScriptError, UsageError, unknown
 from swaleak.script import ops
 from swaleak.script.ops import Op, Part
 
@@ -95,6 +95,12 @@ class Scenario:
         if version is None:
             return None
         return next((known for known in self.known if known.covers(version, page_size)), None)
+
+
+def check_page_size(size: int) -> None:
+    """Raise ``UsageError`` for a page size, in slots, that no pool can have."""
+    if not 1 <= size <= MAX_PAGE_SIZE:
+        raise UsageError(f"page size {size}: must be from 1 to {MAX_PAGE_SIZE}")
 
 
 def folder() -> Path:

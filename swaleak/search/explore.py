@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from swaleak.check.audit import judge, read
 from swaleak.check.replay import Allocator, Run, Starved, fingerprint, is_refusal, replay
-from swaleak.errors import ScriptError, TargetError
+from swaleak.errors import RAISED, ScriptError, TargetError
 from swaleak.script.ops import Op
 from swaleak.search.legal import Rules, legal
 from swaleak.search.stage import Saved, Stage, queue_kinds
@@ -149,7 +149,7 @@ class Explorer:
                 stage.play(op)
             except (ScriptError, Starved):
                 coverage.dry += 1
-            except Exception:  # whatever SGLang's code raises is a result
+            except RAISED:  # whatever SGLang's code raises is a result
                 coverage.transitions += 1
                 if self._refuses(op):
                     coverage.refused += 1
@@ -176,7 +176,7 @@ class Explorer:
         before = fingerprint(self._stage.allocator)
         try:
             self._stage.play(op)
-        except (Exception, SystemExit) as error:
+        except RAISED as error:
             return is_refusal(error, before, fingerprint(self._stage.allocator))
         return False
 

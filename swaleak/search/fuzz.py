@@ -23,7 +23,7 @@ from swaleak.check.replay import (
     is_refusal,
     replay,
 )
-from swaleak.errors import ScriptError
+from swaleak.errors import RAISED, ScriptError
 from swaleak.script import ops
 from swaleak.script.ops import Op, Part
 from swaleak.search.explore import Make, Shard
@@ -125,7 +125,7 @@ class Fuzzer:
             before = fingerprint(player.allocator)
             try:
                 player.play(op)
-            except (Exception, SystemExit) as error:  # of SGLang's code: a result
+            except RAISED as error:  # of SGLang's code: a result
                 if is_refusal(error, before, fingerprint(player.allocator)) and not ending:
                     continue  # it refused, and nothing has happened
                 script.append(op)
@@ -177,7 +177,7 @@ class Fuzzer:
                 player.play(op)
             except (ScriptError, Starved):
                 return False
-            except Exception:  # what the allocator raises is for the replay to judge
+            except RAISED:  # what the allocator raises is for the replay to judge
                 return True
         return True
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from swaleak.allocator.mapping import plain
 from swaleak.check.ledger import Node
 from swaleak.check.replay import Allocator, Player
-from swaleak.errors import TargetError
+from swaleak.errors import RAISED, TargetError
 from swaleak.script.ops import Op
 
 Kind = str  # what the numbers in a queue are: one of the four below
@@ -395,7 +395,7 @@ def queue_kinds(make: Callable[[int, int], Allocator], page_size: int) -> Kinds:
                 allocator.free_swa(node)
             allocator.group_begin()
             getattr(allocator, attempt)(node)
-        except Exception:  # the search will come across it, and tell
+        except RAISED:  # the search will come across it, and tell
             continue
         for _ in range(2):  # before and after a write to the mapping
             for i, part in enumerate(allocator.parts()):

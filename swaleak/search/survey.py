@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from swaleak.check.replay import Allocator
 from swaleak.errors import UsageError
 from swaleak.script import scenario as scenarios
-from swaleak.script.scenario import MAX_PAGE_SIZE, Scenario
+from swaleak.script.scenario import Scenario, check_page_size
 from swaleak.search.explore import Coverage, Explorer, Progress, Shard, room
 from swaleak.search.fuzz import Fuzzer, Played, Tried
 from swaleak.search.fuzz import room as fuzz_room
@@ -81,8 +81,7 @@ def survey(where: Where, plan: Exhaustive | AtRandom, watch: Watch) -> Survey:
     Raises ``UsageError`` for a page size out of range, ``TargetError`` for a target whose state
     cannot be followed.
     """
-    if not 1 <= where.page_size <= MAX_PAGE_SIZE:
-        raise UsageError(f"page size {where.page_size}: must be from 1 to {MAX_PAGE_SIZE}")
+    check_page_size(where.page_size)
 
     def make(full_pages: int, swa_pages: int) -> Allocator:
         return where.target.make(where.strategy, Sizes(full_pages, swa_pages, where.page_size))

@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
 from swaleak.check.replay import Allocator, Player, Run, replay
+from swaleak.errors import RAISED
 from swaleak.script import ops
 from swaleak.script.ops import Op
 from swaleak.script.scenario import Known, Outcome, Scenario
@@ -42,7 +43,7 @@ def witness(make: Callable[[], Allocator], order: Sequence[Op]) -> Witness:
     for op in order:
         try:
             player.play(op)
-        except Exception:  # the run says what it raised
+        except RAISED:  # the run says what it raised
             break
         owners.append(
             {

@@ -13,7 +13,7 @@ import linecache
 from types import CodeType, ModuleType
 from typing import Any
 
-from swaleak.errors import TargetError
+from swaleak.errors import RAISED, TargetError, told
 from swaleak.sglang import shims
 from swaleak.sglang.source import ALLOCATOR, KERNELS, SourceTree
 
@@ -110,10 +110,9 @@ class _Importer:
             raise
         except SyntaxError as error:
             raise TargetError(f"{self.tree.label}: {path}:{error.lineno}: {error.msg}") from None
-        except (Exception, SystemExit) as error:
-            reason = " ".join(str(error).split())
+        except RAISED as error:
             raise TargetError(
-                f"{self.tree.label}: {path} cannot be loaded: {type(error).__name__}: {reason}"
+                f"{self.tree.label}: {path} cannot be loaded: {told(error)}"
             ) from None
 
     def missing(self, name: str, how: str = "") -> TargetError:
