@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ TURN = 100  # calls that are made bare, then followed
 class Requests:
     """Writes the lines of requests that live for two groups. Never more than the pools hold."""
 
-    def __init__(self, file: TextIO, page_size: int, most_pages: int) -> None:
-        self.file = file
+    def __init__(self, writer: TraceWriter, page_size: int, most_pages: int) -> None:
+        self.writer = writer
         self.size = page_size
         self.most = most_pages
         self.rng = random.Random(0)
@@ -86,14 +86,14 @@ class Requests:
         self.swa_pages -= pages - head
 
     def write(self, op: str, data: dict[str, Any]) -> None:
-        self.file.write(as_line(op, data))
+        self.writer.write(as_line(op, data))
         self.lines += 1
 
 
 def make_trace(folder: Path, sizes: Sizes, calls: int, most_pages: int) -> Path:
     writer = TraceWriter(str(folder / f"{calls}.jsonl"))
     writer.start(Header(sizes.page_size, sizes.full_pages, sizes.swa_pages))
-    requests = Requests(writer.file, sizes.page_size, most_pages)
+    requests = Requests(writer, sizes.page_size, most_pages)
     while requests.lines < calls:
         requests.group()
     writer.file.close()
