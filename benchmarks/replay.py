@@ -1,16 +1,17 @@
 """What following a trace costs beside its calls made bare, and whether its memory stays flat.
 
-    python benchmarks/replay.py [--calls N] [--page-size P]... [--pages N] [--strategy S]
+    python benchmarks/replay.py [--calls N] [--page-size P]... [--decode N]... [--pages N]
 
-Makes a trace of N calls for the built-in model: free groups of eight requests, of which some free
-their SWA head, some recover a tombstone and all end. Then, in one process and in turns:
+Makes a trace of N calls for the built-in model: eight requests at a time are admitted, grow by
+``--decode`` tokens each, and end in a free group, where most have freed their SWA head and some
+recover a tombstone. Then, in one process and in turns:
 
-* bare: the same calls on an allocator of their own, with slots that a twin has handed out;
-* lines: reading the trace, and checking each line;
+* calls: the same calls on an allocator of their own, with slots that another has handed out;
+* player: reading and checking a line, finding the slots that it names and making its call, with a
+  dictionary for each pool and nothing else: no ledger, no audit;
 * follow: all of it, with the ledger, and every group judged.
 
-"speed" is (bare + lines) / follow, what ledger and audit leave of the speed of a plain player of
-the file; "to bare alone" counts the reading of the file against ``follow`` as well.
+"speed" is player / follow; "to calls alone" counts the reading of the file against ``follow``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import random
 import resource
 import tempfile
 import time
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from itertools import islice
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -40,124 +43,182 @@ REQUESTS = 8  # a group
 TURN = 100  # calls that are made bare, then followed
 
 
-class Requests:
-    """Writes the lines of requests that live for two groups. Never more than the pools hold."""
+@dataclass
+class Request:
+    """``ranges``: the numbers of its slots. Those of ``pages`` pages came with its prompt."""
 
-    def __init__(self, writer: TraceWriter, page_size: int, most_pages: int) -> None:
+    pages: int
+    ranges: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.ranges)
+
+
+class Requests:
+    """Writes the lines of requests. Never more than the pools hold."""
+
+    def __init__(self, writer: TraceWriter, page_size: int, most_pages: int, decode: int) -> None:
         self.writer = writer
         self.size = page_size
         self.most = most_pages
+        self.decode = decode
         self.rng = random.Random(0)
         self.next = 1
         self.lines = 0
         self.swa_pages = 0
-        self.running: deque[tuple[int, int]] = deque()  # first number, pages
+        self.running: list[Request] = []
 
     def group(self) -> None:
-        """Admit eight requests; the eight before them end in a free group."""
-        ending, self.running = self.running, deque()
+        """Admit eight requests and let them grow; the eight before them end in a free group."""
+        ending, self.running = self.running, []
         for _ in range(REQUESTS):
-            self.running.append(self.alloc(self.rng.randint(1, self.most)))
+            self.running.append(self.admit(self.rng.randint(1, self.most)))
+        for _ in range(self.decode):
+            self.grow()
         self.write("begin", {})
-        for first, pages in ending:
-            self.end(first, pages)
+        for request in ending:
+            self.end(request)
         self.write("end", {"physical": self.swa_pages, "mapped": self.swa_pages})
 
-    def alloc(self, pages: int) -> tuple[int, int]:
-        first, slots = self.next, pages * self.size
-        self.next += slots
-        self.swa_pages += pages
+    def admit(self, pages: int) -> Request:
+        slots = pages * self.size
         op = "alloc" if self.size == 1 else "alloc_both"
-        self.write(op, {"full": first, "swa": first, "n": slots})
-        return first, pages
+        first = self.hand_out(op, slots, {})
+        self.swa_pages += pages
+        return Request(pages, [[first, slots]])
 
-    def end(self, first: int, pages: int) -> None:
-        head = pages // 2
+    def grow(self) -> None:
+        """A token for every request that runs."""
+        last = [[sum(request.ranges[-1]) - 1, 1] for request in self.running]
+        self.swa_pages += sum(request.tokens % self.size == 0 for request in self.running)
+        if self.size == 1:
+            first = self.hand_out("alloc", REQUESTS, {})
+        else:
+            seq = [request.tokens + 1 for request in self.running]
+            first = self.hand_out("decode", REQUESTS, {"seq": seq, "last": last})
+        for number, request in enumerate(self.running, first):
+            request.ranges.append([number, 1])
+
+    def end(self, request: Request) -> None:
+        head = request.pages // 2
+        part = [[request.ranges[0][0], head * self.size]]
+        pages = -(-request.tokens // self.size)
         if head:
-            self.write("free_swa", {"full": [[first, head * self.size]]})
+            self.write("free_swa", {"full": part})
             self.swa_pages -= head
         if head and self.rng.random() < 0.25:  # the head is a tombstone: somebody recovers it
-            other, _ = self.alloc(head)
-            slots = [[other, head * self.size]]
-            self.write("point", {"full": [[first, head * self.size]], "swa": slots})
-            self.write("free_full_pool", {"full": slots, "cleared": True})
+            other = self.admit(head).ranges
+            self.write("point", {"full": part, "swa": other})
+            self.write("free_full_pool", {"full": other, "cleared": True})
             head = 0
-        self.write("free", {"full": [[first, pages * self.size]]})
+        self.write("free", {"full": request.ranges})
         self.swa_pages -= pages - head
+
+    def hand_out(self, op: str, slots: int, more: dict[str, Any]) -> int:
+        first, self.next = self.next, self.next + slots
+        self.write(op, {"full": first, "swa": first, "n": slots, **more})
+        return first
 
     def write(self, op: str, data: dict[str, Any]) -> None:
         self.writer.write(as_line(op, data))
         self.lines += 1
 
 
-def make_trace(folder: Path, sizes: Sizes, calls: int, most_pages: int) -> Path:
+def make_trace(folder: Path, sizes: Sizes, calls: int, most_pages: int, decode: int) -> Path:
     writer = TraceWriter(str(folder / f"{calls}.jsonl"))
     writer.start(Header(sizes.page_size, sizes.full_pages, sizes.swa_pages))
-    requests = Requests(writer, sizes.page_size, most_pages)
+    requests = Requests(writer, sizes.page_size, most_pages, decode)
     while requests.lines < calls:
         requests.group()
     writer.file.close()
     return Path(writer.file.name)
 
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Call = tuple[str, tuple[Any, ...]]
 
 
-class Bare:
-    """Turns lines into calls on one allocator, with the slots that its twin hands out."""
+class Slots:
+    """What was handed out, found by number."""
 
-    def __init__(self, twin: Driver, driver: Driver) -> None:
-        self.twin = twin
+    def __init__(self) -> None:
+        self.firsts: list[int] = []
+        self.parts: list[Tensor] = []
+
+    def add(self, first: int, slots: Tensor) -> None:
+        self.firsts.append(first)
+        self.parts.append(slots)
+
+    def named(self, ranges: list[list[int]]) -> Tensor:
+        parts = [self.part(first, count) for first, count in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def part(self, first: int, count: int) -> Tensor:
+        index = bisect_right(self.firsts, first) - 1
+        slots, at = self.parts[index], first - self.firsts[index]
+        return slots if count == slots.numel() else slots[at : at + count]
+
+    def forget(self, most: int) -> None:
+        del self.firsts[:-most], self.parts[:-most]
+
+
+class Player:
+    """Makes the calls of a trace on one allocator, and remembers what was handed out."""
+
+    def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.full: dict[int, Tensor] = {}
-        self.swa: dict[int, Tensor] = {}
+        self.size = driver.page_size
+        self.full = Slots()
+        self.swa = Slots()
 
-    def call(self, line: Line) -> list[Call]:
-        """Make the call on the twin, and return it for the other one."""
+    def play(self, line: Line) -> list[Call]:
+        """Make the calls of a line, and return them."""
         op, data = line.op, line.data
+        driver = self.driver
         if op in ("alloc", "alloc_both"):
-            pages = data["n"] // self.twin.page_size
-            full = self.twin.alloc(pages)
-            assert full is not None
-            self.full[data["full"]] = full.clone()
-            self.swa[data["swa"]] = self.twin.translate(full).clone()
-            return [(self.driver.alloc, (pages,))]
-        if op in ("begin", "end"):
-            name, args = f"group_{op}", ()
-            done: list[tuple[str, tuple[Any, ...]]] = [(name, args)]
-        elif op == "point":
-            done = [
-                ("point", (self.named(self.full, data["full"]), self.named(self.swa, data["swa"])))
-            ]
-        elif op == "free_full_pool":  # the cache clears the mapping before it frees the newcomer
-            slots = self.named(self.full, data["full"])
-            done = [("clear_mapping", (slots,)), (op, (slots,))]
-        else:
-            done = [(op, (self.named(self.full, data["full"]),))]
-        for name, args in done:
-            getattr(self.twin, name)(*args)
-        return [(getattr(self.driver, name), args) for name, args in done]
+            pages = data["n"] // self.size
+            full: Any = driver.alloc(pages)
+            self.remember(data, full)
+            return [("alloc", (pages,))]
+        if op == "decode":
+            seq = torch.tensor(data["seq"])
+            args = (seq, seq, self.full.named(data["last"]))
+            self.remember(data, driver.allocator.alloc_decode(*args))
+            return [("alloc_decode", args)]
+        if op == "begin":
+            driver.group_begin()
+            return [("group_begin", ())]
+        if op == "end":
+            driver.group_end()
+            return [("group_end", ())]
+        full = self.full.named(data["full"])
+        if op == "point":
+            swa = self.swa.named(data["swa"])
+            driver.point(full, swa)
+            return [("point", (full, swa))]
+        if op == "free_full_pool":  # the cache clears the mapping before it frees the newcomer
+            driver.clear_mapping(full)
+            driver.free_full_pool(full)
+            return [("clear_mapping", (full,)), (op, (full,))]
+        getattr(driver, op)(full)
+        return [(op, (full,))]
 
-    def forget(self) -> None:
+    def remember(self, data: dict[str, Any], full: Tensor) -> None:
+        self.full.add(data["full"], full)
+        self.swa.add(data["swa"], self.driver.translate(full))
+
+    def forget(self, most: int) -> None:
         """Only the last few allocations can still be named."""
-        for of in (self.full, self.swa):
-            for first in list(of)[: -4 * REQUESTS]:
-                del of[first]
-
-    def named(self, of: dict[int, Tensor], ranges: list[list[int]]) -> Tensor:
-        [[first, count]] = ranges
-        slots = of[first]
-        if count == len(slots):  # a request's last line names all of it
-            return slots
-        return slots[:count]
+        self.full.forget(most)
+        self.swa.forget(most)
 
 
 class Measured:
-    """Follows a trace, and makes the same calls bare in turns of ``TURN`` calls."""
+    """Follows a trace; in turns of ``TURN`` calls these are also made bare, and by a player."""
 
-    def __init__(self, path: Path, make: Callable[[Sizes], Driver], after: int) -> None:
-        self.path, self.make, self.after = path, make, after
-        self.calls = self.lines = self.paused = 0.0
+    def __init__(self, path: Path, make: Callable[[Sizes], Driver], after: int, most: int) -> None:
+        self.path, self.make, self.after, self.most = path, make, after, most
+        self.calls = self.player = self.paused = 0.0
         self.early_mib = 0.0
         started = time.process_time()
         self.followed: Followed = follow(self.items(), make)
@@ -165,32 +226,42 @@ class Measured:
         self.late_mib = peak_mib()
 
     def items(self) -> Iterator[Header | Line]:
-        """The trace; while ``follow`` waits for the next turn, the bare calls are made."""
-        lines: Iterator[Header | Line] = iter(TraceReader(self.path))
-        header = next(lines)
+        """The trace; while ``follow`` waits for the next turn, the others have theirs."""
+        ahead, lines, again = (iter(TraceReader(self.path)) for _ in range(3))
+        header = next(ahead)
+        assert header == next(lines) == next(again)
         assert isinstance(header, Header)
         yield header
         sizes = Sizes(header.full_pages, header.swa_pages, header.page_size)
-        player = Bare(self.make(sizes), self.make(sizes))
+        twin, player = Player(self.make(sizes)), Player(self.make(sizes))
+        bare = self.make(sizes)
         done = 0
         while True:
+            paused = time.process_time()
+            turn = [item for item in islice(ahead, TURN) if isinstance(item, Line)]
+            named_calls = [call for line in turn for call in twin.play(line)]
+            calls = [
+                (getattr(bare, name, None) or getattr(bare.allocator, name), args)
+                for name, args in named_calls
+            ]
             started = time.process_time()
-            turn = [item for item in islice(lines, TURN) if isinstance(item, Line)]
-            read = time.process_time()
-            self.lines += read - started
-            calls = [call for line in turn for call in player.call(line)]
-            ready = time.process_time()
             for function, args in calls:
                 function(*args)
-            self.calls += time.process_time() - ready
-            player.forget()
+            called = time.process_time()
+            self.calls += called - started
+            for line in islice(lines, len(turn)):
+                assert isinstance(line, Line)
+                player.play(line)
+            self.player += time.process_time() - called
+            twin.forget(self.most)
+            player.forget(self.most)
             done += len(turn)
             if not self.early_mib and done >= self.after:
                 self.early_mib = peak_mib()
-            self.paused += time.process_time() - read
+            self.paused += time.process_time() - paused
             if not turn:
                 return
-            yield from turn
+            yield from islice(again, len(turn))
 
 
 def peak_mib() -> float:
@@ -201,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--page-size", type=int, action="append", help="by default 1, 4 and 256")
+    parser.add_argument("--decode", type=int, action="append", help="by default 0 and 16")
     parser.add_argument("--pages", type=int, default=512, help="in each pool")
     parser.add_argument("--most-pages", type=int, default=8, help="of a request")
     parser.add_argument("--strategy", default="barrier")
@@ -210,19 +282,21 @@ def main() -> None:
     target = Builtin("cpu")
     print(f"torch {torch.__version__}, one thread, {asked.strategy}, {asked.pages} pages a pool")
     print("CPU time, us a call; peak memory of the process after a tenth and at the end, MiB\n")
-    print("| page size | calls | bare | lines | follow | speed | to bare alone | MiB |")
-    print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for page_size in asked.page_size or [1, 4, 256]:
+    print("| page size | decode | made | calls | player | follow | speed | to calls alone | MiB |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for page_size, decode in product(asked.page_size or [1, 4, 256], asked.decode or [0, 16]):
         sizes = Sizes(asked.pages, asked.pages, page_size)
         with tempfile.TemporaryDirectory() as folder:
-            path = make_trace(Path(folder), sizes, asked.calls, asked.most_pages)
-            seen = Measured(path, lambda s: target.make(asked.strategy, s), asked.calls // 10)
+            path = make_trace(Path(folder), sizes, asked.calls, asked.most_pages, decode)
+            most = 4 * REQUESTS + 2 * decode
+            make = partial(target.make, asked.strategy)
+            seen = Measured(path, make, asked.calls // 10, most)
         assert (seen.followed.verdict, seen.followed.differ) == ("clean", 0)
         each = 1e6 / seen.followed.calls
         print(
-            f"| {page_size} | {seen.followed.calls:,} | {seen.calls * each:.1f} "
-            f"| {seen.lines * each:.1f} | {seen.follow * each:.1f} "
-            f"| {(seen.calls + seen.lines) / seen.follow:.2f} | {seen.calls / seen.follow:.2f} "
+            f"| {page_size} | {decode} | {seen.followed.calls:,} | {seen.calls * each:.1f} "
+            f"| {seen.player * each:.1f} | {seen.follow * each:.1f} "
+            f"| {seen.player / seen.follow:.2f} | {seen.calls / seen.follow:.2f} "
             f"| {seen.early_mib:.0f}, {seen.late_mib:.0f} |",
             flush=True,
         )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check import slots
+from swaleak.check import names
 from swaleak.check.follow import Followed, _parted, follow
 from swaleak.check.replay import Player, replay
 from swaleak.script import ops
@@ -37,7 +37,7 @@ def recorded(folder: str, page_size: int, script: tuple[Op, ...]) -> list[Header
 
 
 def followed(trace: list[Header | Line], strategy: str, few: int, sweep: int) -> Followed:
-    with mock.patch.multiple(slots, FEW=few, SWEEP=sweep):
+    with mock.patch.multiple(names, FEW=few, SWEEP=sweep):
         return follow(trace, lambda sizes: BUILTIN.make(strategy, sizes))
 
 
@@ -79,7 +79,7 @@ PARTS = [
 
 @pytest.mark.parametrize(("free", "whole"), PARTS)
 def test_a_pool_is_used_and_free_pages_and_each_once(free: list[int], whole: bool) -> None:
-    used = torch.tensor([True, False, True, False])  # page 0, and page 2 of three
+    used = torch.tensor([1, 0, 2, 0])  # page 0, and page 2 of three
     assert _parted(used, torch.tensor(free, dtype=torch.int64)) is whole
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swaleak.allocator.mapping import plain
 from swaleak.allocator.state import State
 from swaleak.check.audit import Violation
 from swaleak.check.slots import SlotLedger
@@ -85,7 +86,7 @@ def follow(
         assert follower is not None  # a reader yields a header first
         followed.calls += 1
         try:
-            follower.play(item)
+            follower.calls[item.op](item.op, item.data)
         except ScriptError as error:
             file = f"{trace.path}: " if isinstance(trace, TraceReader) else ""
             raise ScriptError(f"{file}line {item.number}: {error}") from None
@@ -126,32 +127,21 @@ class _Follower:
         self.size = driver.page_size
         state = driver.state()
         self.device = state.mapping.device
+        self.guarded = self.unguarded = state.mapping
         self.on_host = self.device.type == "cpu"
-        self.ledger = SlotLedger(len(state.mapping), state.swa_pages, self.size)
-        self.frees: dict[str, Callable[[Tensor], None]] = {
-            name: getattr(driver, name) for name in FREES
+        self.ledger = SlotLedger(len(state.mapping), state.full_pages, state.swa_pages, self.size)
+        self.calls: dict[str, Callable[[str, dict[str, Any]], None]] = {
+            **dict.fromkeys(FREES, self._free),
+            **dict.fromkeys(HANDS_OUT, self._hand_out),
+            "alloc_swa": self._hand_out_swa,
+            "begin": lambda op, data: driver.group_begin(),
+            "end": lambda op, data: driver.group_end(),
+            "point": self._point,
+            "clear": self._clear,
+            "free_full_pool": self._free_full_pool,
+            "free_swa_pool": self._free_swa_pool,
         }
-
-    def play(self, line: Line) -> None:
-        """Make one call, and enter it."""
-        op, data = line.op, line.data
-        if op in FREES:
-            slots = self.ledger.full_slots(data["full"])
-            self.frees[op](self._there(slots))
-            self.ledger.release(slots, owner=op not in SWA_FREES, peers=op not in FULL_FREES)
-        elif op in HANDS_OUT:
-            self._hand_out(op, data)
-        elif op == "begin":
-            self.driver.group_begin()
-        elif op == "end":
-            self.driver.group_end()
-        elif op == "point":
-            self._point(data)
-        elif op == "free_swa_pool":
-            self.driver.free_swa_pool(self._there(self.ledger.swa_slots(data["swa"])))
-            self.ledger.gave_back_swa(data["swa"])
-        else:
-            self._past_the_allocator(op, data)
+        self.frees = {name: getattr(driver, name) for name in FREES}
 
     def _there(self, slots: Tensor) -> Tensor:
         return slots if self.on_host else slots.to(self.device)
@@ -159,36 +149,51 @@ class _Follower:
     def _here(self, slots: Tensor) -> Tensor:
         return slots if self.on_host else slots.cpu()
 
+    def _free(self, op: str, data: dict[str, Any]) -> None:
+        owner, peers = op not in SWA_FREES, op not in FULL_FREES
+        names = self.ledger.full
+        full = names.find_last(data["full"]) if owner and peers else names.find(data["full"])
+        self.frees[op](self._there(full.slots))
+        self.ledger.release(full, owner=owner, peers=peers)
+
+    def _mapping(self) -> Tensor:
+        mapping = self.driver.allocator.full_to_swa_index_mapping
+        if mapping is not self.guarded:
+            self.guarded, self.unguarded = mapping, plain(mapping)
+        return self.unguarded
+
     def _hand_out(self, op: str, data: dict[str, Any]) -> None:
-        if data["n"] > self.ledger.most:  # before anything of that size is made
+        count = data["n"]
+        if count > self.ledger.most:  # before anything of that size is made
             raise _Starved
-        match op:
-            case "alloc":
-                full = self.driver.allocator.alloc(data["n"])
-            case "alloc_both":
-                full = self.driver.alloc(data["n"] // self.size)
-            case "alloc_full":
-                full = self.driver.full_pool.alloc(data["n"])
-            case "alloc_swa":
-                swa = self.driver.swa_pool.alloc(data["n"])
-                if swa is None:
-                    raise _Starved
-                self.ledger.took_swa(swa.cpu().clone(), data["swa"])
-                return
-            case _:
-                full = self._grow(op, data)
+        if op == "alloc":
+            full = self.driver.allocator.alloc(count)
+        elif op == "alloc_both":
+            full = self.driver.alloc(count // self.size)
+        elif op == "alloc_full":
+            full = self.driver.full_pool.alloc(count)
+        else:
+            full = self._grow(op, data)
         if full is None:
             raise _Starved
-        there = full.numel()
-        if there != data["n"]:
-            raise ScriptError(f"{op}: {data['n']} slots were recorded, there are {there}")
-        swa = data.get("swa", 0)
-        peers = None if "swa" not in data else self._here(self.driver.translate(full))
-        self.ledger.took(self._here(full).clone(), data["full"], peers, swa)
+        if full.numel() != count:
+            raise ScriptError(f"{op}: {count} slots were recorded, there are {full.numel()}")
+        peers, swa = None, data.get("swa")
+        if swa is not None:
+            peers = self._here(self._mapping().index_select(0, full))
+        self.ledger.took(self._here(full).clone(), data["full"], peers, swa or 0)
+
+    def _hand_out_swa(self, op: str, data: dict[str, Any]) -> None:
+        if data["n"] > self.ledger.most:
+            raise _Starved
+        swa = self.driver.swa_pool.alloc(data["n"])
+        if swa is None:
+            raise _Starved
+        self.ledger.took_swa(self._here(swa).clone(), data["swa"])
 
     def _grow(self, op: str, data: dict[str, Any]) -> Tensor | None:
         seq = torch.tensor(data["seq"])
-        last = self.ledger.full_slots(data["last"])
+        last = self.ledger.full.find(data["last"]).slots
         last = self._there(torch.where(last > 0, last, -1))
         allocator = self.driver.allocator
         if op == "decode":
@@ -202,24 +207,33 @@ class _Follower:
             found = allocator.alloc_extend(*args)
         return found
 
-    def _point(self, data: dict[str, Any]) -> None:
-        full = self.ledger.full_slots(data["full"])
-        swa = self.ledger.swa_slots(data["swa"])
-        if len(full) != len(swa):
-            raise ScriptError(f"point: lengths differ, {len(full)} and {len(swa)} slots")
-        self.driver.point(self._there(full), self._there(swa))
+    def _point(self, op: str, data: dict[str, Any]) -> None:
+        full = self.ledger.full.find(data["full"])
+        swa = self.ledger.swa.find(data["swa"])
+        if len(full.slots) != len(swa.slots):
+            counts = f"{len(full.slots)} and {len(swa.slots)} slots"
+            raise ScriptError(f"point: lengths differ, {counts}")
+        self.driver.point(self._there(full.slots), self._there(swa.slots))
         self.ledger.point(full, swa, data["swa"])
 
-    def _past_the_allocator(self, op: str, data: dict[str, Any]) -> None:
-        slots = self.ledger.full_slots(data["full"])
-        there = self._there(slots)
-        # before it frees them into the pool, the cache has cleared them, without any call
-        if op == "clear" or (data["cleared"] and self.ledger.wants(slots)):
+    def _clear(self, op: str, data: dict[str, Any]) -> None:
+        full = self.ledger.full.find(data["full"])
+        self.driver.clear_mapping(self._there(full.slots))
+        self.ledger.forget(full)
+
+    def _free_full_pool(self, op: str, data: dict[str, Any]) -> None:
+        full = self.ledger.full.find(data["full"])
+        there = self._there(full.slots)
+        if data["cleared"] and self.ledger.wants(full):  # by the cache, before, without any call
             self.driver.clear_mapping(there)
-            self.ledger.forget(slots)
-        if op == "free_full_pool":
-            self.driver.free_full_pool(there)
-            self.ledger.release(slots, owner=True, peers=False)
+            self.ledger.forget(full)
+        self.driver.free_full_pool(there)
+        self.ledger.release(full, owner=True, peers=False)
+
+    def _free_swa_pool(self, op: str, data: dict[str, Any]) -> None:
+        swa = self.ledger.swa.find(data["swa"])
+        self.driver.free_swa_pool(self._there(swa.slots))
+        self.ledger.gave_back_swa(data["swa"])
 
     def audit(self) -> tuple[int, int, tuple[Violation, ...]]:
         """Return physical, mapped, and how the allocator differs from what it should be."""
@@ -227,31 +241,30 @@ class _Follower:
         mapping, swa_free, full_free = (
             self._here(part) for part in (state.mapping[:-1], state.swa_free, state.full_free)
         )
-        as_wanted = torch.equal(mapping, self.ledger.want.tensor[:-1])
-        if as_wanted:
-            mapped = self.ledger.pointed.tensor > 0
-        else:
-            mapped = torch.zeros(state.swa_pages + 1, dtype=torch.bool)
-            mapped[mapping // self.size] = True
-        for slots in self.ledger.taken_for_later():  # HiCache is loading into them
-            mapped[slots // self.size] = True
-        mapped[0] = True
-        owned = self.ledger.owned_pages(state.full_pages)
-        if as_wanted and _parted(mapped, swa_free) and _parted(owned, full_free):
-            pages = state.swa_pages - len(swa_free)
+        want = self.ledger.want.tensor[:-1]
+        as_wanted = torch.equal(mapping, want)
+        pointed, owned = self.ledger.pointed.tensor, self.ledger.owned.tensor
+        if as_wanted and _parted(pointed, swa_free) and _parted(owned, full_free):
+            pages = state.swa_pages - swa_free.numel()
             return pages, pages, ()
-        return _differences(state, mapping, self.ledger.want.tensor[:-1], mapped, owned)
+        mapped = pointed > 0  # or taken for later: HiCache is loading into them
+        if not as_wanted:
+            mapped = torch.zeros_like(mapped)
+            for slots in (mapping, *self.ledger.taken_for_later()):
+                mapped[slots // self.size] = True
+            mapped[0] = True
+        return _differences(state, mapping, want, mapped, owned)
 
 
-def _parted(used: Tensor, free: Tensor) -> bool:
-    """Whether each page is either used (bool[pages + 1]) or free (int64[n]), and free once."""
-    times = used.long()
+def _parted(uses: Tensor, free: Tensor) -> bool:
+    """Whether each page either has uses (int64[pages + 1]) or is free (int64[n]), once."""
+    pages = uses.numel()
     if free.numel():
         low, high = free.aminmax()
-        if int(low) < 1 or int(high) >= used.numel():
+        if int(low) < 1 or int(high) >= pages:
             return False
-        times.index_add_(0, free, torch.ones(1, dtype=torch.int64).expand(free.numel()))
-    return bool(times.eq(1).all())
+    spare = uses.eq(0).long()
+    return torch.equal(torch.bincount(free, minlength=pages), spare)
 
 
 def _differences(
