@@ -30,11 +30,11 @@ from swaleak.gather import (
     trace_strategies,
     tree_cases_of,
 )
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.script import tree as trees
 
 if TYPE_CHECKING:
-    from swaleak.report.tables import Report
+    from swaleak.report.report import Report
 
 MOST = 1_000_000  # of anything that is done over and over
 
@@ -180,7 +180,7 @@ def repro(
         raise UsageError("--repeat and --patch are for an allocator's scenarios, not for a cache's")
     targets = open_targets(on, device, patch)
     caches = caches_of(targets[0]) if chosen_trees else None
-    from swaleak.report.tables import repro_report
+    from swaleak.report.cases import repro_report
 
     asked = strategy or (["shipped"] if patch else None)
     cases = [
@@ -218,7 +218,7 @@ def verify(
     _check_output(output, runs=True)
     catalogue = scenarios.catalogue()
     [target] = open_targets(on, device)
-    from swaleak.report.tables import verify_report
+    from swaleak.report.cases import verify_report
 
     cases = [
         case
@@ -266,7 +266,7 @@ def check(
     opened = [
         target for name in dict.fromkeys(targets) for target in open_targets(name, device, patch)
     ]
-    from swaleak.report.tables import check_report
+    from swaleak.report.cases import check_report
 
     judged = [s for s in catalogue if strict or s.reach == "production"]
     cases = [

@@ -15,7 +15,7 @@ from swaleak.script.scenario import check_page_size
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
-    from swaleak.report.tables import About, Section
+    from swaleak.report.report import About, Section
     from swaleak.script.scenario import Scenario
     from swaleak.script.tree import TreeScenario
     from swaleak.sglang.tree import Caches
@@ -177,7 +177,7 @@ def about(targets: list[Target]) -> About:
     import torch
 
     from swaleak.device import describe
-    from swaleak.report.tables import About
+    from swaleak.report.report import About
 
     device = targets[0].device
     driven = [

@@ -23,7 +23,7 @@ from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.replay import Player
 from swaleak.cli import main
 from swaleak.errors import SwaleakError
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver
 from swaleak.sglang.source import ALLOCATOR

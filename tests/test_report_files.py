@@ -14,10 +14,11 @@ from swaleak.check.case import Case, run_case
 from swaleak.check.replay import Run
 from swaleak.errors import UsageError
 from swaleak.report import files
+from swaleak.report.cases import repro_report
 from swaleak.report.junit import as_junit
-from swaleak.report.tables import About, Report, repro_report
+from swaleak.report.report import About, Report
 from swaleak.report.timeline import INTRO, timeline
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.script.scenario import Outcome
 from swaleak.target import Builtin
 

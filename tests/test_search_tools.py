@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from swaleak import cli
 from swaleak.check.replay import replay
 from swaleak.report.explore import ProgressLine
-from swaleak.script import ops, scenario
+from swaleak.script import catalogue as scenarios
+from swaleak.script import ops
 from swaleak.script.ops import Part, describe
+from swaleak.script.read import parse
+from swaleak.script.scenario import Scenario
 from swaleak.script.write import to_toml
 from swaleak.search.explore import Explorer, Progress, Shard
 from swaleak.search.fuzz import Fuzzer
@@ -134,10 +137,10 @@ def test_nodes_that_grow(strategy, page_size):
     )
 
 
-@pytest.mark.parametrize("name", scenario.names())
+@pytest.mark.parametrize("name", scenarios.names())
 def test_a_written_scenario_reads_back_the_same(name):
-    there = scenario.load(name)
-    back = scenario.parse(to_toml(there), name=name, source=there.source)
+    there = scenarios.load(name)
+    back = parse(to_toml(there), name=name, source=there.source)
     story = " ".join(there.story.split())
     assert replace(back, story=" ".join(back.story.split())) == replace(there, story=story)
 
@@ -155,12 +158,12 @@ def test_a_written_scenario_keeps_every_operation_and_odd_names():
         ops.LoadBack(name),
         ops.Expect(None, 3),
     )
-    there = scenario.Scenario(name="x", title=name, steps=steps, story=name, source="x")
-    assert scenario.parse(to_toml(there), name="x", source="x") == there
+    there = Scenario(name="x", title=name, steps=steps, story=name, source="x")
+    assert parse(to_toml(there), name="x", source="x") == there
 
 
 def test_the_catalogue_recognises_its_own():
-    catalogue = scenario.catalogue()
+    catalogue = scenarios.catalogue()
     told = {s.name: described_by(renamed(s.steps), catalogue) for s in catalogue}
     assert told == {name: name for name in told}
 
@@ -174,7 +177,7 @@ def test_the_catalogue_recognises_another_order_of_allocation_without_bystander(
         ops.Recover("a", "b"),
         ops.Group("end"),
     )
-    told = [described_by(s, scenario.catalogue()) for s in (steps, steps[:-1])]
+    told = [described_by(s, scenarios.catalogue()) for s in (steps, steps[:-1])]
     assert told == ["tombstone-recovery", None]
 
 

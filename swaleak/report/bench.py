@@ -13,7 +13,7 @@ import torch
 
 from swaleak import __version__
 from swaleak.bench import Contestant, Result, Settings, Step, Timing
-from swaleak.report.tables import STYLES, Cell, Grid, Report, Section
+from swaleak.report.report import STYLES, Cell, Grid, Report, Section
 from swaleak.target import SHIPPED
 
 AGAIN = "A/A"  # the baseline's second self

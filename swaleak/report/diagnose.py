@@ -6,7 +6,7 @@ from typing import Any
 
 from swaleak import __version__
 from swaleak.diagnose import FAULTS, MISSING, Diagnosis, Fault, Finding
-from swaleak.report.tables import Cell, Grid, Report, Section
+from swaleak.report.report import Cell, Grid, Report, Section
 
 SHOWN = 50  # findings that are printed; the JSON holds all
 MEANINGS = {

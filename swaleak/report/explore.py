@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
-from swaleak.report.tables import About, Cell, Grid, Report, Section, tell, violations_json
+from swaleak.report.entries import violations_json
+from swaleak.report.facts import tell
+from swaleak.report.report import About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.search.explore import Coverage, Progress
 from swaleak.search.fuzz import Played, Tried

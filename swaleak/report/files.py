@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from swaleak.errors import UsageError, unknown
 from swaleak.report.junit import as_junit
-from swaleak.report.tables import Report
+from swaleak.report.report import Report
 
 if TYPE_CHECKING:
     from rich.console import Console

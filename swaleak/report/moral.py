@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from swaleak.report.tables import tell
+from swaleak.report.facts import numbers, tell
 from swaleak.script import ops
 from swaleak.script.ops import describe
 
@@ -126,10 +126,9 @@ def _group(pages: Iterable[int], key: Callable[[int], K]) -> dict[K, list[int]]:
     return groups
 
 
-def _name(pages: Sequence[int], most: int = 6) -> str:
+def _name(pages: Sequence[int]) -> str:
     """Return ``page 3``, or ``pages 3, 4 and 9 more``."""
-    more = f" and {len(pages) - most} more" if len(pages) > most else ""
-    return f"page{'s' if len(pages) > 1 else ''} {', '.join(map(str, pages[:most]))}{more}"
+    return f"page{'s' if len(pages) > 1 else ''} {numbers(pages)}"
 
 
 def _pages(count: int) -> str:
