@@ -1,4 +1,4 @@
-"""What can go wrong, each with the exit code it ends in. Only ``cli.py`` turns them into exits."""
+"""What can go wrong, each with the exit code it ends in. Only ``exits.py`` makes exits of them."""
 
 from __future__ import annotations
 

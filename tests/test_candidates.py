@@ -94,6 +94,37 @@ def test_code_that_leaves_is_no_success(command: str, cli: Cli, tmp_path, monkey
     assert (answer.code, said in words) == (code, True), words
 
 
+CHATTY = (
+    "print('loaded')\n"
+    + HEAD
+    + "        print('made')\n"
+    + "    def free_group_end(self):\n        super().free_group_end()\n        print('ended')\n"
+)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "repro --on {} -s shipped",
+        "check {}",
+        "explore --on {} --depth 3",
+        "bench --candidate {} --samples 20 --calls 1 --page-size 1",
+        "replay run.jsonl --on {} -s shipped",
+    ],
+)
+def test_what_a_target_prints_is_no_part_of_the_report(
+    call: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"chatty_{call.split()[0]}"
+    (tmp_path / f"{module}.py").write_text(CHATTY)
+    (tmp_path / "run.jsonl").write_text(TRACE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = cli(*call.format(f"{module}:Mine").split(), "-f", "json")
+    assert json.loads(answer.out)["command"] == call.split()[0]
+    assert {"loaded", "made", "ended"} == set(answer.err.split())
+
+
 @pytest.mark.parametrize("command", ["check builtin_like", "verify", "repro"])
 @pytest.mark.parametrize("size", ["0", "-5", "4097"])
 def test_a_page_size_that_nothing_has(command: str, size: str, cli: Cli, tmp_path, monkeypatch):

@@ -25,7 +25,11 @@ ROOMS = (
     "diagnose",
     "report",
     "complete",
-    "gather",
+    "options",
+    "driven",
+    "runs",
+    "output",
+    "exits",
     "cli",
     "__main__",
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swaleak import cli
 from swaleak.check.replay import replay
-from swaleak.report.explore import ProgressLine
+from swaleak.report.progress import ProgressLine
 from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
 from swaleak.script.ops import Part, describe

@@ -1,69 +1,18 @@
-"""What a search found, what it tried, and what that leaves open; and a line while it runs."""
+"""What a search found, what it tried, and what that leaves open."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from swaleak.report.entries import violations_json
 from swaleak.report.facts import tell
 from swaleak.report.report import About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
-from swaleak.search.explore import Coverage, Progress
-from swaleak.search.fuzz import Played, Tried
+from swaleak.search.explore import Coverage
+from swaleak.search.fuzz import Tried
 from swaleak.search.survey import Survey
 from swaleak.search.witness import Owners, Witness
-
-EVERY = 0.1  # seconds between two looks at the progress line
-CLEAR = "\r\x1b[2K"
-
-
-class ProgressLine:
-    """One line on a terminal that says how far a search is, and is gone afterwards.
-
-    Where ``file`` is no terminal, nothing is written.
-    """
-
-    def __init__(self, file: TextIO | None = None) -> None:
-        self.file = file or sys.stderr
-        self.shown = self.file.isatty()
-        self.last = 0.0
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        if self.shown:
-            self.file.write(CLEAR)
-            self.file.flush()
-
-    def show(self, progress: Progress | Played) -> None:
-        """Show how far the search is, if that was not done a moment ago."""
-        now = time.monotonic()
-        if self.shown and now - self.last >= EVERY:
-            self.last = now
-            self.file.write(CLEAR + progress_text(progress)[:79])
-            self.file.flush()
-
-
-def progress_text(progress: Progress | Played) -> str:
-    """Return the line, without its end."""
-    if isinstance(progress, Progress):
-        rate = progress.transitions / max(progress.seconds, 1e-9)
-        return (
-            f"depth {progress.depth}: {progress.states:,} states, "
-            f"{progress.transitions:,} transitions, {rate:,.0f}/s"
-        )
-    rate = progress.operations / max(progress.seconds, 1e-9)
-    return f"{progress.scripts:,} scripts, {progress.operations:,} operations, {rate:,.0f}/s"
 
 
 def explore_report(about: About, surveys: Sequence[Survey]) -> Report:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from swaleak.errors import UsageError, unknown
 from swaleak.report.junit import as_junit
 from swaleak.report.report import Report
+from swaleak.script.scenario import Scenario
+from swaleak.script.write import to_toml
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,6 +115,11 @@ def check_place(option: str, path: Path) -> None:
 def write(report: Report, path: Path) -> None:
     """Write ``report`` beside ``path`` and rename it into place."""
     write_text(FORMATS[path.suffix.lower()](report), path)
+
+
+def write_scenario(scenario: Scenario, path: Path) -> None:
+    """Write ``scenario`` as TOML; see ``write_text``."""
+    write_text(to_toml(scenario), path)
 
 
 def write_text(text: str, path: Path) -> None:

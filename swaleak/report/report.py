@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,11 +97,13 @@ class Report:
     device: str | None = None
     cases: tuple[Case, ...] = field(default=())
 
-    def with_line(self, line: str) -> Report:
-        """Return the same with one more line, before the last one, and in the JSON."""
+    def with_lines(self, lines: Sequence[str]) -> Report:
+        """Return the same with more lines before the last one; the JSON has the last of them."""
+        if not lines:
+            return self
         *first, last = self.sections
-        section = replace(last, lines=(*last.lines[:-1], line, *last.lines[-1:]))
-        return replace(self, sections=(*first, section), body={**self.body, "note": line})
+        section = replace(last, lines=(*last.lines[:-1], *lines, *last.lines[-1:]))
+        return replace(self, sections=(*first, section), body={**self.body, "note": lines[-1]})
 
     def as_json(self) -> str:
         """Return one JSON object, ``swaleak/1``."""
