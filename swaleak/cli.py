@@ -283,7 +283,7 @@ def diagnose(
     check_output(output)
     if log == "-" and sys.stdin.isatty():
         raise UsageError("diagnose: name a log file, or pipe one in")
-    from swaleak.diagnose import diagnose
+    from swaleak.diagnose.log import diagnose
     from swaleak.report.diagnose import diagnose_report
 
     try:

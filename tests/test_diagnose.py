@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from swaleak.diagnose import BLOCK, FAULTS, diagnose
+from swaleak.diagnose.finding import FAULTS
+from swaleak.diagnose.log import BLOCK, diagnose
 from swaleak.report.diagnose import diagnose_report
 from swaleak.script import catalogue as scenarios
 
