@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from swaleak import cli
 from swaleak.check.replay import replay
+from swaleak.report import explore as explore_reports
 from swaleak.report.progress import ProgressLine
 from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
@@ -257,6 +258,16 @@ def test_json(monkeypatch, capsys):
         {"n1": {"full": [1], "swa": [2]}},
         ["leak", "lost"],
     )
+
+
+def test_many_failures_are_counted_and_the_json_has_all(monkeypatch, capsys):
+    monkeypatch.setattr(explore_reports, "SHOWN", 2)
+    call = (*ON, "--contract", "latent", "--all")
+    _, table, _ = run(monkeypatch, capsys, *call)
+    _, out, _ = run(monkeypatch, capsys, *call, "-f", "json")
+    failures = len(json.loads(out)["results"][0]["failures"])
+    said = f"{failures - 2} of {failures} failures not shown; -f json prints all"
+    assert (failures > 3, table.count("fails after"), said in table) == (True, 2, True)
 
 
 @pytest.mark.parametrize(
