@@ -64,7 +64,8 @@ def _case(
         known = about.known_failure(target.version, page_size)
         declared = known.outcome if known else Outcome("clean") if target.version else None
     origin = "grafted" if repaired or asked else SHIPPED
-    return Case(about, target.name, strategy, origin, page_size, run, declared, known)
+    open_group = tree.in_group and not run.raised
+    return Case(about, target.name, strategy, origin, page_size, run, declared, known, open_group)
 
 
 def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:

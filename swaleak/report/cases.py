@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from swaleak.report.entries import case_json
-from swaleak.report.facts import explain, failures, listed_sizes, refusals, substitutions
+from swaleak.report.facts import (
+    OPEN_GROUP,
+    explain,
+    failures,
+    listed_sizes,
+    refusals,
+    substitutions,
+)
 from swaleak.report.report import STYLES, About, Cell, Grid, Report, Section
 
 if TYPE_CHECKING:
@@ -28,7 +35,8 @@ def repro_report(
             tuple(_repro_row(case) for case in mine),
             frozenset({"page size", "physical", "mapped"}),
         )
-        lines = (*explain(mine), *substitutions(mine))
+        unjudged = [OPEN_GROUP] if any(case.open_group for case in mine) else []
+        lines = (*explain(mine), *unjudged, *substitutions(mine))
         sections.append(Section(f"{name}: {scenario.title}", grid, lines))
         sections += (timelines or {}).get(name, ())
     return _report("repro", about, all(case.as_declared for case in cases), sections, cases)

@@ -33,6 +33,8 @@ def case_json(case: Case) -> dict[str, Any]:
     }
     if run.raised:
         entry["raised"] = run.raised
+    if case.open_group:
+        entry["open_group"] = True
     if run.unmet:
         entry["unmet"] = list(run.unmet)
     if run.substituted:

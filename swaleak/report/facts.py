@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from swaleak.check.case import Case
 
 
+OPEN_GROUP = "The group is still open; what waits for its end is not judged."
+
+
 def explain(cases: Sequence[Case]) -> tuple[str, ...]:
     """Return a line for each way in which something went wrong: who lost what."""
     lines: dict[str, list[Case]] = {}

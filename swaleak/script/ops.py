@@ -6,6 +6,7 @@ ownership, in ``check/ledger.py``. Names are nodes: named owners of full slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -208,6 +209,12 @@ PAIRS: tuple[type[Recover | Adopt | Replace | Overwrite], ...] = (
     Replace,
     Overwrite,
 )
+
+
+def ends_in_group(script: Sequence[Op | TreeOp]) -> bool:
+    """Say whether a free group is open when the script has been played."""
+    edges = [op.edge for op in script if isinstance(op, Group)]
+    return edges[-1:] == ["begin"]
 
 
 def describe(op: Op | TreeOp) -> str:
