@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from swaleak import __version__, complete, exits, runs
-from swaleak.driven import about, driving, open_targets, start_torch, trace_strategies
-from swaleak.errors import UsageError, unknown
+from swaleak.driven import about, driving, open_one, open_targets, start_torch, trace_strategies
+from swaleak.errors import Interrupted, UsageError, unknown
 from swaleak.options import (
     MOST,
     Contract,
@@ -36,6 +36,7 @@ from swaleak.script import tree as trees
 
 app = typer.Typer(
     name="swaleak",
+    cls=exits.Commands,
     help="Reproduce SGLang's SWA page leak, and find out whether a fix for it holds.",
     no_args_is_help=False,
     pretty_exceptions_enable=False,
@@ -239,13 +240,12 @@ def bench(
         from swaleak.device import choose_device
         from swaleak.report.bench import bench_report
         from swaleak.report.progress import with_bar
-        from swaleak.target import open_target
 
         where = choose_device(device)
         settings = cases.Settings(warmup, samples, whole, recover, segment, seed)
         shapes = cases.shapes(page_size, calls, pages)
-        open_ = cache(lambda name: open_target(name, where))
-        patched = cache(lambda name: open_target(name, where, patch)) if patch else open_
+        open_ = cache(lambda name: open_one(name, where))
+        patched = cache(lambda name: open_one(name, where, patch)) if patch else open_
         asked = candidate or ([baseline] if patch else None)
         them = contestants(baseline, asked, lambda: open_(on), open_, patched)
         measured: list[rounds.Round] = []
@@ -257,7 +257,7 @@ def bench(
             interrupted = True
         results = figures.results(measured, seed)
         if not results:
-            raise KeyboardInterrupt
+            raise Interrupted
         report = bench_report(them, results, settings, where, asked=len(shapes))
     finish(report, format, output, 130 if interrupted else 0)
 
@@ -311,15 +311,14 @@ def export(
     """Export a scenario as a regression test that needs SGLang and nothing else."""
     if not unittest:
         raise UsageError("export: say as what; --unittest is what there is")
-    if output is not None and output.suffix.lower() != ".py":
-        raise UsageError(f"-o {output}: a unittest is a .py file")
-    if trees.is_tree(name):
-        raise UsageError(f"{name}: only an allocator's scenario can be exported, not a cache's")
-    from swaleak.report.files import check_place, write_text
-    from swaleak.report.unittest_file import unittest_file
+    from swaleak.report.files import check_kind, write_text
 
     if output is not None:
-        check_place("-o", output)
+        check_kind("-o", output, ".py", "a unittest")
+    if trees.is_tree(name):
+        raise UsageError(f"{name}: only an allocator's scenario can be exported, not a cache's")
+    from swaleak.report.unittest_file import unittest_file
+
     text = unittest_file(scenarios.load(name))
     if output is None:
         sys.stdout.write(text)
@@ -385,9 +384,9 @@ def explore(
     """
     check_output(output)
     if save is not None:
-        from swaleak.report.files import check_scenario
+        from swaleak.report.files import check_kind
 
-        check_scenario("--save", save)
+        check_kind("--save", save, ".toml", "a scenario")
     from swaleak.search.survey import shard_of
 
     part = shard_of(shard)
@@ -446,8 +445,10 @@ def record(
 
     The exit code is the command's own.
     """
+    from swaleak.report.files import check_kind
     from swaleak.sglang import launch, plugin
 
+    check_kind("-o", output, ".jsonl", "a trace")
     if fix is not None and fix not in plugin.FIXES:
         raise UsageError(unknown("fix", fix, plugin.FIXES))
     status, written = launch.record(command, output, fix)
@@ -505,10 +506,10 @@ def shrink(
     format: Formats = Format.table,
 ) -> None:
     """Reduce a recorded run that fails to a small scenario that fails in the same way."""
-    from swaleak.report.files import check_scenario
+    from swaleak.report.files import check_kind
     from swaleak.script.trace import read_header
 
-    check_scenario("-o", output)
+    check_kind("-o", output, ".toml", "a scenario")
     header = read_header(trace)
     with driving():
         [target] = open_targets(on, device)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, redirect_stdout
 from typing import TYPE_CHECKING
 
 from swaleak import __version__
+from swaleak.errors import UsageError
 
 if TYPE_CHECKING:
     from swaleak.report.report import About
@@ -25,16 +26,27 @@ def driving() -> AbstractContextManager[object]:
 def open_targets(on: str, device: str, patches: list[str] | None = None) -> list[Target]:
     """Return the target, and after it the same one patched if there are patches.
 
-    Raises ``UsageError`` for a name that means nothing, ``TargetError`` for a target that cannot
-    be loaded.
+    Raises as ``open_one``, and ``UsageError`` for a device that is not there.
     """
     start_torch()
     from swaleak.device import choose_device
-    from swaleak.target import open_target
 
     on_device = choose_device(device)
-    shipped = open_target(on, on_device)
-    return [shipped, open_target(on, on_device, patches)] if patches else [shipped]
+    shipped = open_one(on, on_device)
+    return [shipped, open_one(on, on_device, patches)] if patches else [shipped]
+
+
+def open_one(name: str, on_device: str, patches: list[str] | None = None) -> Target:
+    """Return one target, patched if there are patches. ``on_device``: a torch device name.
+
+    Raises ``UsageError`` for a name that means nothing, ``TargetError`` for a target that cannot
+    be loaded.
+    """
+    from swaleak.target import open_target
+
+    if not name.strip():
+        raise UsageError("a target without a name; name one, such as builtin, 0.5.18 or a path")
+    return open_target(name, on_device, patches)
 
 
 def start_torch() -> None:

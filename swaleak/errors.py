@@ -26,6 +26,15 @@ class TargetError(SwaleakError):
     exit_code = 125
 
 
+class Interrupted(SwaleakError):
+    """Somebody has stopped this, and there is nothing yet to show for it."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+
 # whatever the code of a target may raise: a result or a sentence, never the end of this program
 RAISED = (Exception, SystemExit)
 

@@ -6,11 +6,23 @@ import contextlib
 import io
 import sys
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from swaleak.errors import SwaleakError
+from swaleak.errors import Interrupted, SwaleakError
+
+
+class Commands(TyperGroup):
+    """Commands that Ctrl-C stops like any other error; what Typer does differs by its release."""
+
+    def invoke(self, context: Any) -> Any:
+        """Run a command. Raises ``Interrupted``."""
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            raise Interrupted from None
 
 
 def run(app: typer.Typer) -> NoReturn:
@@ -25,8 +37,8 @@ def run(app: typer.Typer) -> NoReturn:
         sys.stdout.flush()
     except SwaleakError as error:
         _fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):  # Typer's own releases differ in what they make of it
-        code = 130
+    except (KeyboardInterrupt, typer.Abort):  # before any command
+        _fail(str(Interrupted()), Interrupted.exit_code)
     except BrokenPipeError:  # `swaleak … | head`: nobody reads on
         sys.stderr.close()
         sys.exit(1)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import swaleak
-from tests.conftest import ROOT, Cli, wheel
+from swaleak import target
+from swaleak.report import doctor
+from tests.conftest import ROOT, Answer, Cli, wheel
 
 STEPS = 'schema = 1\nsteps = [ { alloc = "a" }, %s ]\n'
 TABLES = 'schema = 1\nsteps = [ { group = "begin" } ]\n%s'
@@ -127,6 +129,10 @@ BAD_CALLS = [
         "tombstone-recovery: 3000005 pages of 4096 slots are over the limit of 2147483648 slots",
     ),
     ("verify --page-size 0", 2, "page size 0: must be from 1 to 4096"),
+    ("record -o run.json -- true", 2, "-o run.json: a trace is a .jsonl file"),
+    ("record -o no/such/run.jsonl -- true", 2, "-o no/such/run.jsonl: there is no folder no/such"),
+    ("shrink run.jsonl -o run.json", 2, "-o run.json: a scenario is a .toml file"),
+    ("export steady-group --unittest -o x.txt", 2, "-o x.txt: a unittest is a .py file"),
     ("check", 2, "Missing argument 'TARGET...'"),
     ("repro --no-such", 2, "No such option: --no-such"),
     ("bisect", 2, "No such command 'bisect'."),
@@ -138,6 +144,27 @@ def test_bad_input_is_one_line(call: str, code: int, message: str, cli: Cli) -> 
     answer = cli(*call.split())
     assert (answer.code, answer.out, answer.err.count("\n")) == (code, "", 1)
     assert answer.err.startswith(f"swaleak: {message}")
+
+
+@pytest.mark.parametrize("call", [("repro", "--on", ""), ("check", " "), ("bench", "--on", "")])
+def test_a_target_without_a_name(call: tuple[str, ...], cli: Cli) -> None:
+    said = "swaleak: a target without a name; name one, such as builtin, 0.5.18 or a path\n"
+    assert cli(*call) == Answer(2, "", said)
+
+
+@pytest.mark.parametrize(
+    "call", ["repro", "verify", "check builtin", "bench --samples 20", "explore", "doctor"]
+)
+def test_a_command_that_is_stopped_before_there_is_anything_to_show(
+    call: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, "open_target", stopped)
+    monkeypatch.setattr(doctor, "open_target", stopped)
+    monkeypatch.setattr(doctor.source, "is_installed", lambda: True)
+    assert cli(*call.split()) == Answer(130, "", "swaleak: interrupted\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -249,6 +276,28 @@ def test_what_is_not_as_declared_is_exit_code_1(cli: Cli, tmp_path: Path) -> Non
     file.write_text(text.replace('{ group = "end" },', "{ expect = { mapped = 3 } },"))
     answer = cli("repro", file, "--strategy", "barrier", "--page-size", "1")
     assert (answer.code, "step 7 expects mapped 3, found 2" in answer.out) == (1, True)
+
+
+OPEN = '{ alloc = "b" }, { group = "begin" }, { free_swa = "b" }'
+
+
+@pytest.mark.parametrize(
+    ("steps", "open_group"),
+    [
+        (OPEN, True),
+        (OPEN + ', { group = "end" }', False),
+        (OPEN + ', { group = "begin" }', False),  # the built-in model refuses it
+    ],
+)
+def test_a_script_that_ends_in_an_open_group_says_so(
+    steps: str, open_group: bool, cli: Cli, tmp_path: Path
+) -> None:
+    file = tmp_path / "open.toml"
+    file.write_text(STEPS % steps)
+    call = ("repro", file, "--on", "builtin", "-s", "deferred", "--page-size", "1")
+    [result] = json.loads(cli(*call, "-f", "json").out)["results"]
+    said = "The group is still open; what waits for its end is not judged." in cli(*call).out
+    assert (result.get("open_group", False), said) == (open_group, open_group)
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,10 @@ def check_ending(path: Path, *, runs: bool) -> None:
     check_place("-o", path)
 
 
-def check_scenario(option: str, path: Path) -> None:
-    """Raise ``UsageError`` for a path that no scenario can be saved to, before any work is done."""
-    if path.suffix.lower() != ".toml":
-        raise UsageError(f"{option} {path}: a scenario is a .toml file")
+def check_kind(option: str, path: Path, ending: str, what: str) -> None:
+    """Raise ``UsageError`` unless ``what`` can be written to ``path``, a file with this ending."""
+    if path.suffix.lower() != ending:
+        raise UsageError(f"{option} {path}: {what} is a {ending} file")
     check_place(option, path)
 
 
