@@ -111,7 +111,8 @@ class GroupedFrees:
         self.strategy.clear()
         self.group_open = False
         self.full_queue = []
-        super().clear()  # type: ignore[misc]
+        pools: Any = super()  # whatever class this is mixed into
+        pools.clear()
 
     def resolve(self, full: Tensor) -> Tensor:
         """Look up the SWA peers of whole pages and clear their mapping.

@@ -51,27 +51,27 @@ class Result:
     gpu: tuple[Timing, ...] | None
 
 
-def results(steps: Iterable[Round], seed: int) -> tuple[Result, ...]:
+def results(rounds: Iterable[Round], seed: int) -> tuple[Result, ...]:
     """Return figures for every case of which there are ``MIN_SAMPLES`` rounds or more."""
     by_shape: dict[Shape, list[Round]] = {}
-    for step in steps:
-        if step.counted:
-            by_shape.setdefault(step.shape, []).append(step)
+    for one in rounds:
+        if one.counted:
+            by_shape.setdefault(one.shape, []).append(one)
     return tuple(
         _result(shape, same, seed) for shape, same in by_shape.items() if len(same) >= MIN_SAMPLES
     )
 
 
-def _result(shape: Shape, steps: Sequence[Round], seed: int) -> Result:
+def _result(shape: Shape, rounds: Sequence[Round], seed: int) -> Result:
     def times(read: Callable[[Sample], int | None]) -> Tensor:
-        table = [[read(sample) for sample in step.samples] for step in steps]
+        table = [[read(sample) for sample in one.samples] for one in rounds]
         return torch.tensor(table, dtype=torch.float64).T / 1000  # to microseconds
 
-    on_gpu = steps[0].samples[0].gpu is not None
+    on_gpu = rounds[0].samples[0].gpu is not None
     return Result(
         shape,
-        len(steps),
-        steps[0].audits,
+        len(rounds),
+        rounds[0].audits,
         compare(times(lambda sample: sample.wall), seed),
         compare(times(lambda sample: sample.gpu), seed) if on_gpu else None,
     )

@@ -107,10 +107,10 @@ def judge(contestant: Contestant, shape: Shape, settings: Settings) -> str:
     Raises ``UsageError`` if the allocator raises.
     """
     with _explained(contestant, shape):
-        player = ready(contestant, shape)
+        driver, player = ready(contestant, shape)
         for op in group_ops(shape, settings):
             player.play(op)
-    return audit(player.allocator, player.ledger).verdict
+    return audit(driver, player.ledger).verdict
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -27,8 +27,7 @@ class Stand:
     """
 
     def __init__(self, contestant: Contestant, shape: Shape, settings: Settings) -> None:
-        player = ready(contestant, shape)
-        self.driver = cast(Driver, player.allocator)
+        self.driver, player = ready(contestant, shape)
         self.free_swa: Callable[[Tensor], None] = (
             self.driver.free_swa_segment if settings.segment else self.driver.allocator.free_swa
         )
@@ -68,12 +67,13 @@ class Stand:
         self.reset()
 
 
-def ready(contestant: Contestant, shape: Shape) -> Player:
-    """Return a player with everything allocated, and a node to recover from."""
-    player = Player(contestant.target.make(contestant.strategy, shape.sizes))
+def ready(contestant: Contestant, shape: Shape) -> tuple[Driver, Player]:
+    """Return an allocator, and a player of it with all allocated and a node to recover from."""
+    driver = contestant.target.make(contestant.strategy, shape.sizes)
+    player = Player(driver)
     for name in (SOURCE, *(_node(i) for i in range(shape.calls))):
         player.play(ops.Alloc(name, shape.pages))
-    return player
+    return driver, player
 
 
 def group_ops(shape: Shape, settings: Settings) -> Iterator[Op]:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from swaleak.check.audit import Violation
     from swaleak.check.case import Case
     from swaleak.check.picture import Page
+    from swaleak.check.replay import Step
 
 
 def case_json(case: Case) -> dict[str, Any]:
@@ -43,17 +44,7 @@ def case_json(case: Case) -> dict[str, Any]:
         entry["repeats"] = run.repeats
         entry["leaked_per_repeat"] = (case.physical - case.mapped) / run.repeats
     if run.steps:
-        entry["steps"] = [
-            {
-                "step": number,
-                "op": describe(step.op),
-                "physical": step.audit.physical,
-                "mapped": step.audit.mapped,
-                "violations": violations_json(step.audit.violations),
-                "pages": [_page_json(page) for page in step.pages],
-            }
-            for number, step in enumerate(run.steps, start=1)
-        ]
+        entry["steps"] = [_step_json(i, step) for i, step in enumerate(run.steps, start=1)]
     return entry
 
 
@@ -65,6 +56,17 @@ def violations_json(violations: Iterable[Violation]) -> list[dict[str, Any]]:
         else {"kind": v.kind, "owner": v.owner, "pages": list(v.pages)}
         for v in violations
     ]
+
+
+def _step_json(number: int, step: Step) -> dict[str, Any]:
+    return {
+        "step": number,
+        "op": describe(step.op),
+        "physical": step.audit.physical,
+        "mapped": step.audit.mapped,
+        "violations": violations_json(step.audit.violations),
+        "pages": [_page_json(page) for page in step.pages],
+    }
 
 
 def _page_json(page: Page) -> dict[str, Any]:

@@ -202,7 +202,13 @@ Op = (
     | Group
     | Expect
 )
-FREES: tuple[type[FreeOp], ...] = (Free, FreeSwa, FreeFull, FreeSegment, FreeSwaSegment)
+FREES: tuple[type[Free | FreeSwa | FreeFull], ...] = (
+    Free,
+    FreeSwa,
+    FreeFull,
+    FreeSegment,
+    FreeSwaSegment,
+)
 PAIRS: tuple[type[Recover | Adopt | Replace | Overwrite], ...] = (
     Recover,
     Adopt,

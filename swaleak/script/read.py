@@ -178,9 +178,9 @@ class Reader(Fields):
 _Build = Callable[[Reader, str, dict[str, Any]], Op]
 
 
-def _free(kind: type[ops.FreeOp]) -> tuple[_Build, tuple[str, ...]]:
+def _free(kind: type[ops.Free | ops.FreeSwa | ops.FreeFull]) -> tuple[_Build, tuple[str, ...]]:
     def build(reader: Reader, place: str, step: dict[str, Any]) -> Op:
-        return kind(reader.name(place, step[kind.key]), reader.part(place, step))  # type: ignore[return-value]
+        return kind(reader.name(place, step[kind.key]), reader.part(place, step))
 
     return build, ("pages", "slots")
 
