@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swaleak import cli
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.bench import clock as clocks
@@ -28,7 +26,7 @@ from swaleak.bench.rounds import Round, judge, run
 from swaleak.errors import UsageError
 from swaleak.report.bench import bench_report
 from swaleak.target import Builtin, open_target
-from tests.conftest import wheel
+from tests.conftest import Answer, Cli, wheel
 
 BUILTIN = Builtin("cpu")
 ALL = tuple(Contestant(name, BUILTIN, name) for name in STRATEGIES)
@@ -427,59 +425,44 @@ def test_the_markdown_can_be_pasted(line: str) -> None:
     assert line in report(gpu=True).as_markdown().splitlines()
 
 
-def run_cli(monkeypatch: pytest.MonkeyPatch, options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["swaleak", "bench", "--on", "builtin", *options.split()])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    assert isinstance(left.value.code, int)
-    return left.value.code
+BENCH = ("bench", "--on", "builtin")
 
 
-def test_the_command_measures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_measures(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     costs = {"deferred": 1000, "enqueue": 3000, "barrier": 1000}
     monkeypatch.setattr(clocks, "clock_for", lambda device: FakeClock(costs))
     options = f"--page-size 4 --calls 2 --samples 20 --format json -o {tmp_path}/bench.md"
-    code = run_cli(monkeypatch, options)
-    found = json.loads(capsys.readouterr().out)
-    verdicts = {name: one["verdict"] for name, one in found["cases"][0]["strategies"].items()}
-    assert (code, verdicts, "200.0 %" in (tmp_path / "bench.md").read_text()) == (
+    answer = cli(*BENCH, *options.split())
+    [case] = json.loads(answer.out)["cases"]
+    verdicts = {name: one["verdict"] for name, one in case["strategies"].items()}
+    assert (answer.code, verdicts, "200.0 %" in (tmp_path / "bench.md").read_text()) == (
         0,
         {"deferred": "within noise", "enqueue": "+200.0 %", "barrier": "within noise"},
         True,
     )
 
 
-def test_an_interrupt_prints_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_prints_what_was_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cases of 20 rounds with four turns each; stopped in the second one's 12th round."""
     monkeypatch.setattr(clocks, "clock_for", lambda device: FakeClock({}, stop_after=4 * 32))
     options = "--page-size 4 --calls 1 --calls 2 --samples 20 --warmup 0 --format json"
-    code = run_cli(monkeypatch, options)
-    found = json.loads(capsys.readouterr().out)
-    assert (code, found["complete"], [case["calls"] for case in found["cases"]]) == (
-        130,
-        False,
-        [1],
-    )
+    answer = cli(*BENCH, *options.split())
+    found = json.loads(answer.out)
+    assert (answer.code, answer.err) == (130, "")
+    assert (found["complete"], [case["calls"] for case in found["cases"]]) == (False, [1])
 
 
-def test_an_interrupt_before_anything_was_measured_prints_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupt_before_anything_was_measured_prints_no_report(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clocks, "clock_for", lambda device: FakeClock({}, stop_after=5))
-    assert (run_cli(monkeypatch, "--samples 20"), capsys.readouterr().out) == (130, "")
+    assert cli(*BENCH, "--samples", 20) == Answer(130, "", "swaleak: interrupted\n")
 
 
 @pytest.mark.parametrize("options", ["--samples 3", "--calls 0", "--baseline nobody", "-o x.txt"])
-def test_bad_usage_is_one_line_and_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str
-) -> None:
-    code = run_cli(monkeypatch, options)
-    captured = capsys.readouterr()
-    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+def test_bad_usage_is_one_line_and_2(cli: Cli, options: str) -> None:
+    answer = cli(*BENCH, *options.split())
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
 
 
 class FakeOwner:

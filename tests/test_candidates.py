@@ -125,13 +125,12 @@ def test_what_a_target_prints_is_no_part_of_the_report(
     assert {"loaded", "made", "ended"} == set(answer.err.split())
 
 
-@pytest.mark.parametrize("command", ["check builtin_like", "verify", "repro"])
+@pytest.mark.parametrize("command", ["check sizes_:Mine", "verify", "repro"])
 @pytest.mark.parametrize("size", ["0", "-5", "4097"])
 def test_a_page_size_that_nothing_has(command: str, size: str, cli: Cli, tmp_path, monkeypatch):
     (tmp_path / "sizes_.py").write_text(HEAD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    call = command.replace("builtin_like", "sizes_:Mine").split()
-    answer = cli(*call, "--page-size", 4, "--page-size", size)
+    answer = cli(*command.split(), "--page-size", 4, "--page-size", size)
     said = f"swaleak: page size {size}: must be from 1 to 4096\n"
     assert (answer.code, answer.out, answer.err) == (2, "", said)
 
@@ -151,7 +150,6 @@ LONG = "a" * 300
         "repro -o folder.json",
         "explore --on builtin --save folder.toml",
         "bench -o x.xml",
-        "list -o x.xml",
         "export tree/recovery --unittest",
         "repro --repeat 1000001",
         "bench --samples 1000001",

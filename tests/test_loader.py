@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.pool import new_pages
 from swaleak.allocator.strategy import Eager
+from swaleak.check.case import run_case
 from swaleak.errors import TargetError
+from swaleak.script import catalogue as scenarios
 from swaleak.sglang import source
 from swaleak.sglang.adapter import Driver
 from swaleak.sglang.loader import load
@@ -175,12 +177,9 @@ class Mine(HybridAllocator):
 
 @pytest.mark.parametrize(("strategy", "verdict"), [("Deferred", "leak"), ("Barrier", "clean")])
 def test_a_class_of_the_users(strategy: str, verdict: str, tmp_path: Path, monkeypatch) -> None:
-    from swaleak.check.case import run_case
-    from swaleak.script.catalogue import load as load_scenario
-
     module = f"my_{strategy.lower()}"
     (tmp_path / f"{module}.py").write_text(CLASS.format(strategy=strategy))
     monkeypatch.chdir(tmp_path)
     target = open_target(f"{module}:Mine", "cpu")
-    case = run_case(load_scenario("tombstone-recovery"), target, "shipped", 4)
+    case = run_case(scenarios.load("tombstone-recovery"), target, "shipped", 4)
     assert (target.ships, case.verdict, case.origin) == (strategy.lower(), verdict, "shipped")
