@@ -1,6 +1,6 @@
 """The commands. Each reads its options, calls one function and prints one report.
 
-Torch is imported inside the commands that need it, so that ``--help`` and ``list`` are quick.
+What a command needs is imported inside it, torch above all: ``--help`` and ``list`` are quick.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from swaleak import __version__, complete, exits, runs
+from swaleak import __version__, complete, exits
 from swaleak.driven import about, driving, open_one, open_targets, start_torch, trace_strategies
 from swaleak.errors import Interrupted, UsageError, unknown
 from swaleak.options import (
@@ -81,6 +81,8 @@ def repro(
     Exit code 0: it came out as the scenario declares. 1: it did not.
     """
     check_output(output, runs=True)
+    from swaleak import runs
+
     chosen = runs.choose(names)
     if chosen.trees and (repeat > 1 or patch):
         raise UsageError("--repeat and --patch are for an allocator's scenarios, not for a cache's")
@@ -111,6 +113,7 @@ def verify(
     check_output(output, runs=True)
     with driving():
         targets = open_targets(on, device)
+        from swaleak import runs
         from swaleak.report.cases import verify_report
 
         batch = runs.catalogue_cases(targets, None, page_size)
@@ -145,6 +148,7 @@ def check(
     check_output(output, runs=True)
     with driving():
         opened = [t for name in dict.fromkeys(targets) for t in open_targets(name, device, patch)]
+        from swaleak import runs
         from swaleak.report.cases import check_report
 
         batch = runs.catalogue_cases(opened, ["shipped"], page_size, latent=strict)

@@ -1,6 +1,7 @@
 """Which cases a command runs: some scenarios or the whole catalogue, of allocators and of caches.
 
-Torch, and whatever imports it, is imported inside the functions: ``--help`` comes this way too.
+Torch, and whatever imports it, is imported inside the functions: a name that means nothing is
+refused before it is loaded.
 """
 
 from __future__ import annotations

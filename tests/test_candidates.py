@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Cli
+from tests.conftest import USER_CLASS, Cli
 
-HEAD = """
-from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import Enqueue
-
-class Mine(HybridAllocator):
-    def __init__(self, size, size_swa, page_size, dtype, device, kvcache, need_sort):
-        super().__init__(size, size_swa, page_size, device, Enqueue)
-"""
+HEAD = USER_CLASS.format(strategy="Enqueue")
 FREE_SWA = HEAD + "    def free_swa(self, free_index):\n        {}\n"
 
 # name -> module, exit code of check, what it says
