@@ -118,7 +118,10 @@ def run_case(
 
 
 def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:
-    """Return the pools a scenario asks for, and room for what ``repeat`` rounds can leak."""
+    """Return the pools a scenario asks for, and room for what ``repeat`` rounds can leak.
+
+    Raises ``UsageError`` for a size over the limits.
+    """
     check_page_size(page_size)
     asked = sum(_asked(op, page_size) for op in scenario.steps) if repeat > 1 else 0
     spare = (repeat - 1) * asked
