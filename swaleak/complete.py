@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from swaleak.script import scenario
+from swaleak.script import catalogue
+from swaleak.script.scenario import STRATEGIES as OURS
 from swaleak.sglang.release import RELEASES
 
 TARGETS = ("auto", "builtin", "installed", *RELEASES)
-STRATEGIES = (*scenario.STRATEGIES, "shipped")
+STRATEGIES = (*OURS, "shipped")
 
 
 def scenarios(incomplete: str) -> list[str]:
     """Names in the catalogue, and TOML files."""
-    return _names(scenario.names(), incomplete) + _paths(incomplete, ".toml")
+    return _names(catalogue.names(), incomplete) + _paths(incomplete, ".toml")
 
 
 def strategies(incomplete: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What can go wrong, each with the exit code it ends in. Only ``cli.py`` turns them into exits."""
+"""What can go wrong, each with the exit code it ends in. Only ``exits.py`` makes exits of them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ class TargetError(SwaleakError):
     """A target that exists but cannot be loaded (125, so that ``git bisect run`` skips it)."""
 
     exit_code = 125
+
+
+class Interrupted(SwaleakError):
+    """Somebody has stopped this, and there is nothing yet to show for it."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
 
 
 # whatever the code of a target may raise: a result or a sentence, never the end of this program

@@ -14,6 +14,16 @@ from swaleak.target import Target, open_target
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# the class that a target `module:Mine` means; to be formatted with the name of a strategy's class
+USER_CLASS = """
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategy import {strategy}
+
+class Mine(HybridAllocator):
+    def __init__(self, size, size_swa, page_size, dtype, device, kvcache, need_sort):
+        super().__init__(size, size_swa, page_size, device, {strategy})
+"""
+
 
 @dataclass(frozen=True)
 class Answer:

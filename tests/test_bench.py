@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,14 +13,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swaleak import bench, cli
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
-from swaleak.bench import Contestant, Result, Sample, Settings, Shape, Step, Timing
+from swaleak.bench import clock as clocks
+from swaleak.bench import contestant
+from swaleak.bench.cases import PUBLISHED, Settings, Shape, shapes
+from swaleak.bench.clock import CudaClock, HostClock, Sample
+from swaleak.bench.contestant import Contestant
+from swaleak.bench.figures import Result, Timing, compare
+from swaleak.bench.figures import results as results_of
+from swaleak.bench.rounds import Round, judge, run
 from swaleak.errors import UsageError
 from swaleak.report.bench import bench_report
 from swaleak.target import Builtin, open_target
-from tests.conftest import wheel
+from tests.conftest import Answer, Cli, wheel
 
 BUILTIN = Builtin("cpu")
 ALL = tuple(Contestant(name, BUILTIN, name) for name in STRATEGIES)
@@ -57,14 +62,14 @@ def facts(stand: Any) -> tuple[tuple[int, ...], int]:
 @pytest.mark.parametrize(
     ("asked", "cases"),
     [
-        ((None, None, None), bench.PUBLISHED),
+        ((None, None, None), PUBLISHED),
         (([4], None, None), ((4, 1, 1), (4, 8, 1), (4, 64, 1))),
         ((None, [2], None), ((256, 2, 1), (1, 2, 1))),
         (([4, 4], [2], [3, 5]), ((4, 2, 3), (4, 2, 5))),
     ],
 )
 def test_which_cases_are_measured(asked: tuple[Any, Any, Any], cases: tuple[Any, ...]) -> None:
-    assert bench.shapes(*asked) == tuple(c if isinstance(c, Shape) else Shape(*c) for c in cases)
+    assert shapes(*asked) == tuple(c if isinstance(c, Shape) else Shape(*c) for c in cases)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +82,12 @@ def test_which_cases_are_measured(asked: tuple[Any, Any, Any], cases: tuple[Any,
 )
 def test_sizes_over_the_limits_are_refused(asked: tuple[Any, Any, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        bench.shapes(*asked)
+        shapes(*asked)
 
 
 def test_a_case_that_no_memory_holds_is_refused_before_it_is_tried() -> None:
     with pytest.raises(UsageError, match="ask for fewer pages"):
-        next(bench.run(ALL, [Shape(4096, 64, 4000)], QUICK, FakeClock({})))
+        next(run(ALL, [Shape(4096, 64, 4000)], QUICK, FakeClock({})))
 
 
 def open_on_cpu(name: str) -> Any:
@@ -90,7 +95,7 @@ def open_on_cpu(name: str) -> Any:
 
 
 def contestants(baseline: str, *candidates: str) -> list[tuple[str, str]]:
-    chosen = bench.contestants(baseline, candidates, lambda: BUILTIN, open_on_cpu, open_on_cpu)
+    chosen = contestant.contestants(baseline, candidates, lambda: BUILTIN, open_on_cpu, open_on_cpu)
     return [(one.label, one.strategy) for one in chosen]
 
 
@@ -142,7 +147,7 @@ def test_every_group_starts_from_the_same_state(
     clock = FakeClock({})
     fixed = tuple(one for one in ALL if one.label != "deferred")  # which frees others' pages
     settings = Settings(warmup=0, samples=60, whole=whole, recover=recover)
-    list(bench.run(fixed, [Shape(page_size, 3, 2)], settings, clock))
+    list(run(fixed, [Shape(page_size, 3, 2)], settings, clock))
     before = tuple(range(1, 9)), 8
     expected = {(one.label, *before, mapped_after, 8 + freed) for one in fixed}
     assert set(clock.seen) == expected
@@ -150,7 +155,7 @@ def test_every_group_starts_from_the_same_state(
 
 def test_a_round_gives_each_a_turn_and_the_baseline_two_in_random_order() -> None:
     clock = FakeClock({})
-    list(bench.run(ALL, [Shape(1, 2, 1)], QUICK, clock))
+    list(run(ALL, [Shape(1, 2, 1)], QUICK, clock))
     names = [name for name, *_ in clock.seen]
     rounds = [tuple(names[i : i + 5]) for i in range(0, len(names), 5)]
     everyone = sorted([*STRATEGIES, ALL[0].label])
@@ -160,10 +165,10 @@ def test_a_round_gives_each_a_turn_and_the_baseline_two_in_random_order() -> Non
 def test_samples_stand_where_their_contestant_does() -> None:
     costs = {"eager": 4000, "deferred": 1000, "enqueue": 3000, "barrier": 2000}
     shape = Shape(4, 2, 1)
-    steps = list(bench.run(ALL, [shape], Settings(warmup=2, samples=20), FakeClock(costs)))
+    steps = list(run(ALL, [shape], Settings(warmup=2, samples=20), FakeClock(costs)))
     clean = ("clean",) * 4
     samples = tuple(Sample(cost) for cost in (4000, 1000, 3000, 2000, 4000))
-    assert steps == [Step(shape, clean, samples, n >= 2, n + 1, 22) for n in range(22)]
+    assert steps == [Round(shape, clean, samples, n >= 2, n + 1, 22) for n in range(22)]
 
 
 def test_nothing_is_collected_while_measuring_and_all_is_put_back() -> None:
@@ -177,7 +182,7 @@ def test_nothing_is_collected_while_measuring_and_all_is_put_back() -> None:
             during.add(now())
             return Sample(1)
 
-    list(bench.run(ALL, [Shape(1, 1, 1)], QUICK, Clock()))
+    list(run(ALL, [Shape(1, 1, 1)], QUICK, Clock()))
     assert (during, now()) == ({(False, 1)}, before)
 
 
@@ -191,7 +196,7 @@ def test_who_loses_pages_is_found_out(
     page_size: int, recover: bool, verdicts: list[str], segment: bool
 ) -> None:
     settings = Settings(recover=recover, segment=segment)
-    assert [bench.judge(one, Shape(page_size, 3, 2), settings) for one in ALL] == verdicts
+    assert [judge(one, Shape(page_size, 3, 2), settings) for one in ALL] == verdicts
 
 
 def test_releases_that_cannot_be_left_out_are_told() -> None:
@@ -208,7 +213,7 @@ def test_releases_that_cannot_be_left_out_are_told() -> None:
 
     one = (Contestant("mine", Target("cpu"), "enqueue"),)
     with pytest.raises(UsageError, match="mine has a way of its own to release pages"):
-        list(bench.run(one, [Shape(1, 1, 1)], QUICK, FakeClock({})))
+        list(run(one, [Shape(1, 1, 1)], QUICK, FakeClock({})))
 
 
 def test_what_an_allocator_raises_is_one_line() -> None:
@@ -219,7 +224,7 @@ def test_what_an_allocator_raises_is_one_line() -> None:
     one = (Contestant("mine", Target("cpu"), "enqueue"),)
     said = r"mine cannot be measured \(page size 1, calls 1, pages 1\): out of memory"
     with pytest.raises(UsageError, match=said):
-        next(bench.run(one, [Shape(1, 1, 1)], QUICK, FakeClock({})))
+        next(run(one, [Shape(1, 1, 1)], QUICK, FakeClock({})))
 
 
 class FakeCuda:
@@ -255,7 +260,7 @@ class FakeEvent:
 
 def test_gpu_time_is_taken_between_two_events_on_an_idle_device() -> None:
     cuda = FakeCuda()
-    sample = bench.CudaClock("cuda:1", cuda).measure(lambda: cuda.called.append("work"))
+    sample = CudaClock("cuda:1", cuda).measure(lambda: cuda.called.append("work"))
     assert (cuda.called, sample.gpu, sample.wall > 0) == (
         [
             "synchronize cuda:1",
@@ -273,8 +278,8 @@ def test_gpu_time_is_taken_between_two_events_on_an_idle_device() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 def test_a_gpu_is_measured_by_both_clocks() -> None:
     chosen = [Contestant(name, Builtin("cuda"), name) for name in ("deferred", "barrier")]
-    steps = bench.run(chosen, [Shape(256, 2, 1)], QUICK, bench.clock_for("cuda"))
-    (result,) = bench.results(steps, seed=0)
+    steps = run(chosen, [Shape(256, 2, 1)], QUICK, clocks.clock_for("cuda"))
+    (result,) = results_of(steps, seed=0)
     assert result.gpu is not None and (len(result.wall), len(result.gpu)) == (3, 3)
 
 
@@ -283,7 +288,7 @@ def test_medians_are_compared_with_an_interval() -> None:
     generator = torch.Generator().manual_seed(1)
     first = 100 + torch.rand(301, generator=generator, dtype=torch.float64)
     again = first[torch.randperm(301, generator=generator)]
-    baseline, double, control = bench.compare(torch.stack((first, 2 * first, again)), seed=0)
+    baseline, double, control = compare(torch.stack((first, 2 * first, again)), seed=0)
     median = first.median().item()
     assert (baseline, double, control.us, control.ratio, control.low < 1 < control.high) == (
         Timing(median, 1, 1, 1),
@@ -300,7 +305,7 @@ def test_intervals_cover_what_they_should() -> None:
     hits = 0
     for seed in range(100):
         times = 100 + torch.randn((2, 50), generator=generator, dtype=torch.float64)
-        _, control = bench.compare(times, seed)
+        _, control = compare(times, seed)
         hits += control.low <= 1 <= control.high
     assert 90 <= hits < 100
 
@@ -327,8 +332,8 @@ def test_noise_is_the_largest_difference_that_may_be_there() -> None:
 
 def test_only_cases_with_samples_enough_become_results() -> None:
     shapes = [Shape(1, 1, 1), Shape(1, 2, 1)]
-    steps = list(bench.run(ALL[:2], shapes, Settings(warmup=3, samples=25), FakeClock({})))
-    found = bench.results(steps[: 28 + 3 + 19], seed=0), bench.results(steps[: 28 + 3 + 20], seed=0)
+    steps = list(run(ALL[:2], shapes, Settings(warmup=3, samples=25), FakeClock({})))
+    found = results_of(steps[: 28 + 3 + 19], seed=0), results_of(steps[: 28 + 3 + 20], seed=0)
     assert [[(r.shape, r.samples) for r in results] for results in found] == [
         [(shapes[0], 25)],
         [(shapes[0], 25), (shapes[1], 20)],
@@ -420,59 +425,44 @@ def test_the_markdown_can_be_pasted(line: str) -> None:
     assert line in report(gpu=True).as_markdown().splitlines()
 
 
-def run_cli(monkeypatch: pytest.MonkeyPatch, options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["swaleak", "bench", "--on", "builtin", *options.split()])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    assert isinstance(left.value.code, int)
-    return left.value.code
+BENCH = ("bench", "--on", "builtin")
 
 
-def test_the_command_measures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_measures(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     costs = {"deferred": 1000, "enqueue": 3000, "barrier": 1000}
-    monkeypatch.setattr(bench, "clock_for", lambda device: FakeClock(costs))
+    monkeypatch.setattr(clocks, "clock_for", lambda device: FakeClock(costs))
     options = f"--page-size 4 --calls 2 --samples 20 --format json -o {tmp_path}/bench.md"
-    code = run_cli(monkeypatch, options)
-    found = json.loads(capsys.readouterr().out)
-    verdicts = {name: one["verdict"] for name, one in found["cases"][0]["strategies"].items()}
-    assert (code, verdicts, "200.0 %" in (tmp_path / "bench.md").read_text()) == (
+    answer = cli(*BENCH, *options.split())
+    [case] = json.loads(answer.out)["cases"]
+    verdicts = {name: one["verdict"] for name, one in case["strategies"].items()}
+    assert (answer.code, verdicts, "200.0 %" in (tmp_path / "bench.md").read_text()) == (
         0,
         {"deferred": "within noise", "enqueue": "+200.0 %", "barrier": "within noise"},
         True,
     )
 
 
-def test_an_interrupt_prints_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_prints_what_was_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cases of 20 rounds with four turns each; stopped in the second one's 12th round."""
-    monkeypatch.setattr(bench, "clock_for", lambda device: FakeClock({}, stop_after=4 * 32))
+    monkeypatch.setattr(clocks, "clock_for", lambda device: FakeClock({}, stop_after=4 * 32))
     options = "--page-size 4 --calls 1 --calls 2 --samples 20 --warmup 0 --format json"
-    code = run_cli(monkeypatch, options)
-    found = json.loads(capsys.readouterr().out)
-    assert (code, found["complete"], [case["calls"] for case in found["cases"]]) == (
-        130,
-        False,
-        [1],
-    )
+    answer = cli(*BENCH, *options.split())
+    found = json.loads(answer.out)
+    assert (answer.code, answer.err) == (130, "")
+    assert (found["complete"], [case["calls"] for case in found["cases"]]) == (False, [1])
 
 
-def test_an_interrupt_before_anything_was_measured_prints_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupt_before_anything_was_measured_prints_no_report(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "clock_for", lambda device: FakeClock({}, stop_after=5))
-    assert (run_cli(monkeypatch, "--samples 20"), capsys.readouterr().out) == (130, "")
+    monkeypatch.setattr(clocks, "clock_for", lambda device: FakeClock({}, stop_after=5))
+    assert cli(*BENCH, "--samples", 20) == Answer(130, "", "swaleak: interrupted\n")
 
 
 @pytest.mark.parametrize("options", ["--samples 3", "--calls 0", "--baseline nobody", "-o x.txt"])
-def test_bad_usage_is_one_line_and_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str
-) -> None:
-    code = run_cli(monkeypatch, options)
-    captured = capsys.readouterr()
-    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+def test_bad_usage_is_one_line_and_2(cli: Cli, options: str) -> None:
+    answer = cli(*BENCH, *options.split())
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
 
 
 class FakeOwner:
@@ -576,12 +566,12 @@ def test_slots_in_any_order_and_twice_free_each_page_once(
 def test_sglangs_own_code_is_measured_and_judged(
     version: str, recover: bool, verdict: str, segment: bool
 ) -> None:
-    chosen = bench.contestants(
+    chosen = contestant.contestants(
         str(wheel(version)), ["barrier"], lambda: BUILTIN, open_on_cpu, open_on_cpu
     )
     settings = Settings(warmup=0, samples=30, recover=recover, segment=segment)
-    steps = list(bench.run(chosen, [Shape(1, 2, 1), Shape(4, 2, 2)], settings, bench.HostClock()))
-    results = bench.results(steps, seed=0)
+    steps = list(run(chosen, [Shape(1, 2, 1), Shape(4, 2, 2)], settings, HostClock()))
+    results = results_of(steps, seed=0)
     labels = [one.label for one in chosen]
     assert (labels, [result.audits for result in results]) == (
         [version, "barrier"],

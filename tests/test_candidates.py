@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Cli
+from tests.conftest import USER_CLASS, Cli
 
-HEAD = """
-from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import Enqueue
-
-class Mine(HybridAllocator):
-    def __init__(self, size, size_swa, page_size, dtype, device, kvcache, need_sort):
-        super().__init__(size, size_swa, page_size, device, Enqueue)
-"""
+HEAD = USER_CLASS.format(strategy="Enqueue")
 FREE_SWA = HEAD + "    def free_swa(self, free_index):\n        {}\n"
 
 # name -> module, exit code of check, what it says
@@ -94,13 +87,43 @@ def test_code_that_leaves_is_no_success(command: str, cli: Cli, tmp_path, monkey
     assert (answer.code, said in words) == (code, True), words
 
 
-@pytest.mark.parametrize("command", ["check builtin_like", "verify", "repro"])
+CHATTY = (
+    "print('loaded')\n"
+    + HEAD
+    + "        print('made')\n"
+    + "    def free_group_end(self):\n        super().free_group_end()\n        print('ended')\n"
+)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "repro --on {} -s shipped",
+        "check {}",
+        "explore --on {} --depth 3",
+        "bench --candidate {} --samples 20 --calls 1 --page-size 1",
+        "replay run.jsonl --on {} -s shipped",
+    ],
+)
+def test_what_a_target_prints_is_no_part_of_the_report(
+    call: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"chatty_{call.split()[0]}"
+    (tmp_path / f"{module}.py").write_text(CHATTY)
+    (tmp_path / "run.jsonl").write_text(TRACE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = cli(*call.format(f"{module}:Mine").split(), "-f", "json")
+    assert json.loads(answer.out)["command"] == call.split()[0]
+    assert {"loaded", "made", "ended"} == set(answer.err.split())
+
+
+@pytest.mark.parametrize("command", ["check sizes_:Mine", "verify", "repro"])
 @pytest.mark.parametrize("size", ["0", "-5", "4097"])
 def test_a_page_size_that_nothing_has(command: str, size: str, cli: Cli, tmp_path, monkeypatch):
     (tmp_path / "sizes_.py").write_text(HEAD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    call = command.replace("builtin_like", "sizes_:Mine").split()
-    answer = cli(*call, "--page-size", 4, "--page-size", size)
+    answer = cli(*command.split(), "--page-size", 4, "--page-size", size)
     said = f"swaleak: page size {size}: must be from 1 to 4096\n"
     assert (answer.code, answer.out, answer.err) == (2, "", said)
 
@@ -120,7 +143,6 @@ LONG = "a" * 300
         "repro -o folder.json",
         "explore --on builtin --save folder.toml",
         "bench -o x.xml",
-        "list -o x.xml",
         "export tree/recovery --unittest",
         "repro --repeat 1000001",
         "bench --samples 1000001",

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import swaleak
-from tests.conftest import ROOT, Cli, wheel
+from swaleak import target
+from swaleak.report import doctor
+from tests.conftest import ROOT, Answer, Cli, wheel
 
 STEPS = 'schema = 1\nsteps = [ { alloc = "a" }, %s ]\n'
 TABLES = 'schema = 1\nsteps = [ { group = "begin" } ]\n%s'
@@ -119,6 +121,10 @@ BAD_CALLS = [
     ("repro --page-size four", 2, "Invalid value for '--page-size'"),
     ("repro --repeat 0", 2, "Invalid value for '--repeat'"),
     ("repro --format yaml", 2, "Invalid value for '--format' / '-f'"),
+    ("repro -o x", 2, "-o x: unknown ending '(none)'"),
+    ("list -o x.xml", 2, "-o x.xml: JUnit is for runs of scenarios, this command has none"),
+    ("export steady-group", 2, "export: say as what; --unittest is what there is"),
+    ("export nothing --unittest", 2, "unknown scenario 'nothing'"),
     ("repro -o report.doc", 2, "-o report.doc: unknown ending '.doc'; known: .json, .md"),
     ("repro -o no/such/report.md", 2, "-o no/such/report.md: there is no folder no/such"),
     (
@@ -127,6 +133,10 @@ BAD_CALLS = [
         "tombstone-recovery: 3000005 pages of 4096 slots are over the limit of 2147483648 slots",
     ),
     ("verify --page-size 0", 2, "page size 0: must be from 1 to 4096"),
+    ("record -o run.json -- true", 2, "-o run.json: a trace is a .jsonl file"),
+    ("record -o no/such/run.jsonl -- true", 2, "-o no/such/run.jsonl: there is no folder no/such"),
+    ("shrink run.jsonl -o run.json", 2, "-o run.json: a scenario is a .toml file"),
+    ("export steady-group --unittest -o x.txt", 2, "-o x.txt: a unittest is a .py file"),
     ("check", 2, "Missing argument 'TARGET...'"),
     ("repro --no-such", 2, "No such option: --no-such"),
     ("bisect", 2, "No such command 'bisect'."),
@@ -138,6 +148,27 @@ def test_bad_input_is_one_line(call: str, code: int, message: str, cli: Cli) -> 
     answer = cli(*call.split())
     assert (answer.code, answer.out, answer.err.count("\n")) == (code, "", 1)
     assert answer.err.startswith(f"swaleak: {message}")
+
+
+@pytest.mark.parametrize("call", [("repro", "--on", ""), ("check", " "), ("bench", "--on", "")])
+def test_a_target_without_a_name(call: tuple[str, ...], cli: Cli) -> None:
+    said = "swaleak: a target without a name; name one, such as builtin, 0.5.18 or a path\n"
+    assert cli(*call) == Answer(2, "", said)
+
+
+@pytest.mark.parametrize(
+    "call", ["repro", "verify", "check builtin", "bench --samples 20", "explore", "doctor"]
+)
+def test_a_command_that_is_stopped_before_there_is_anything_to_show(
+    call: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, "open_target", stopped)
+    monkeypatch.setattr(doctor, "open_target", stopped)
+    monkeypatch.setattr(doctor.source, "is_installed", lambda: True)
+    assert cli(*call.split()) == Answer(130, "", "swaleak: interrupted\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -251,6 +282,28 @@ def test_what_is_not_as_declared_is_exit_code_1(cli: Cli, tmp_path: Path) -> Non
     assert (answer.code, "step 7 expects mapped 3, found 2" in answer.out) == (1, True)
 
 
+OPEN = '{ alloc = "b" }, { group = "begin" }, { free_swa = "b" }'
+
+
+@pytest.mark.parametrize(
+    ("steps", "open_group"),
+    [
+        (OPEN, True),
+        (OPEN + ', { group = "end" }', False),
+        (OPEN + ', { group = "begin" }', False),  # the built-in model refuses it
+    ],
+)
+def test_a_script_that_ends_in_an_open_group_says_so(
+    steps: str, open_group: bool, cli: Cli, tmp_path: Path
+) -> None:
+    file = tmp_path / "open.toml"
+    file.write_text(STEPS % steps)
+    call = ("repro", file, "--on", "builtin", "-s", "deferred", "--page-size", "1")
+    [result] = json.loads(cli(*call, "-f", "json").out)["results"]
+    said = "The group is still open; what waits for its end is not judged." in cli(*call).out
+    assert (result.get("open_group", False), said) == (open_group, open_group)
+
+
 @pytest.mark.parametrize(
     ("strategy", "physical", "mapped"), [("deferred", 101, 1), ("barrier", 2, 2)]
 )
@@ -263,7 +316,7 @@ def test_repeat_shows_the_slope(strategy: str, physical: int, mapped: int, cli: 
     assert tuple(result[key] for key in keys) == (physical, mapped, 100, slope, True)
 
 
-def test_verify_and_check_on_the_built_in_model(cli: Cli) -> None:
+def test_verify_on_the_built_in_model(cli: Cli) -> None:
     answer = cli("verify", "--on", "builtin")
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.splitlines()[-1].endswith("runs, all as declared.")
@@ -302,19 +355,14 @@ def test_list_show_doctor(cli: Cli) -> None:
     assert set(facts) >= {"swaleak", "python", "torch", "devices", "sglang", "cache"}
 
 
-def test_help_and_list_do_not_import_torch() -> None:
-    for call in (
-        ["--help"],
-        ["repro", "--help"],
-        ["list"],
-        ["show", "steady-group"],
-        ["--version"],
-    ):
-        code = (
-            f"import sys; sys.argv = ['swaleak', *{call!r}]\n"
-            "from swaleak.cli import main\n"
-            "try:\n    main()\nexcept SystemExit as left:\n    assert not left.code, left.code\n"
-            "assert 'torch' not in sys.modules"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, ""), call
+@pytest.mark.parametrize(
+    "call", ["--help", "repro --help", "list", "show steady-group", "--version"]
+)
+def test_torch_is_not_imported(call: str) -> None:
+    program = (
+        "import sys\nfrom swaleak.cli import main\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", program, *call.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

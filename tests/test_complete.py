@@ -39,15 +39,3 @@ def test_completion(name):
     )
     offered = set(run.stdout.split())
     assert (run.stderr, wanted - offered, unwanted & offered) == ("", set(), set())
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["show", "steady-group"]])
-def test_torch_is_not_imported(arguments):
-    program = (
-        "import sys\nfrom swaleak.cli import main\n"
-        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
-    )
-    assert (run.returncode, run.stderr) == (0, "")

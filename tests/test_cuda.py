@@ -8,7 +8,7 @@ import torch
 from swaleak.check.audit import audit
 from swaleak.check.case import run_case
 from swaleak.check.ledger import Ledger
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.sglang.release import RELEASES
 from swaleak.target import Builtin, Sizes, open_target
 from tests.conftest import Cli, wheel

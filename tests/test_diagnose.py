@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from swaleak.diagnose import BLOCK, FAULTS, diagnose
+from swaleak.diagnose.finding import FAULTS
+from swaleak.diagnose.log import BLOCK, diagnose
 from swaleak.report.diagnose import diagnose_report
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 
 LEAK = "[swa] total=911616, available=235264, evictable=676096, protected=0"
 TAIL = ", session_held=0, uncached=0"

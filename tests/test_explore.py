@@ -1,9 +1,5 @@
 """The explorer: what it finds, that it finds the same twice, and that going back is exact."""
 
-import os
-from functools import cache
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +15,8 @@ from swaleak.search.legal import Rules, in_production, legal
 from swaleak.search.stage import Stage, queue_kinds
 from swaleak.search.survey import has_segments
 from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes, Target, open_target
+from swaleak.target import Builtin, Sizes
+from tests.conftest import sglang
 
 
 def maker(target, strategy, page_size):
@@ -273,16 +270,6 @@ def test_the_rules_are_the_same_from_both_sides(data):
     assert filtered == set(legal(ledger, Rules("production", growth=True)))
 
 
-@cache
-def released(version) -> Target:
-    folder = os.environ.get("SWALEAK_WHEELS")
-    if not folder:
-        pytest.skip("SWALEAK_WHEELS names no folder with SGLang wheels")
-    for path in Path(folder).glob(f"sglang-{version}-*.whl"):
-        return open_target(str(path), "cpu")
-    pytest.skip(f"no wheel of SGLang {version} in {folder}")
-
-
 @pytest.mark.wheels
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize(
@@ -298,7 +285,7 @@ def released(version) -> Target:
     ],
 )
 def test_shortest_failure_of_releases(version, strategy, found, page_size):
-    assert failure(explored(released(version), strategy, page_size, 6)) == found
+    assert failure(explored(sglang(version), strategy, page_size, 6)) == found
 
 
 @pytest.mark.wheels
@@ -311,5 +298,5 @@ def test_shortest_failure_of_releases(version, strategy, found, page_size):
     ],
 )
 def test_latent_failures_of_releases(version, order):
-    explorer = explored(released(version), "shipped", 1, 6, "latent", every=True)
+    explorer = explored(sglang(version), "shipped", 1, 6, "latent", every=True)
     assert any(order in {op.key for op in f.order} for f in explorer.coverage.failures)

@@ -4,9 +4,6 @@ It shares the rules, the player and the judge with it, and nothing of how states
 told apart or enumerated.
 """
 
-import os
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -16,12 +13,13 @@ from swaleak.check.audit import audit
 from swaleak.check.replay import Player
 from swaleak.search.explore import Explorer
 from swaleak.search.legal import Rules, legal
-from swaleak.target import Builtin, Sizes, open_target
+from swaleak.target import Builtin, Sizes
+from tests.conftest import sglang
 
 RULES = Rules(nodes=3)
 EFFORT = settings(
     max_examples=600,
-    stateful_step_count=12,
+    stateful_step_count=20,
     derandomize=True,
     phases=(Phase.generate,),  # that it fails is enough, how need not be short
     database=None,
@@ -90,8 +88,4 @@ def test_both_agree_about_the_model(strategy, fails):
     ("strategy", "fails"), [("shipped", True), ("enqueue", False), ("barrier", False)]
 )
 def test_both_agree_about_0_5_18(strategy, fails):
-    folder = os.environ.get("SWALEAK_WHEELS")
-    found = list(Path(folder).glob("sglang-0.5.18-*.whl")) if folder else []
-    if not found:
-        pytest.skip("SWALEAK_WHEELS names no folder with a wheel of SGLang 0.5.18")
-    assert judged(open_target(str(found[0]), "cpu"), strategy, 1) == (fails, fails)
+    assert judged(sglang("0.5.18"), strategy, 1) == (fails, fails)

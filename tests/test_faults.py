@@ -26,7 +26,7 @@ from swaleak.check.replay import Player
 from swaleak.errors import ScriptError, TargetError
 from swaleak.report.catalogue import list_report, show_report
 from swaleak.report.files import FORMATS, STALE, write, write_text
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.script.trace import TraceReader
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver

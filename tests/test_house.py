@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import venv
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -25,7 +27,11 @@ ROOMS = (
     "diagnose",
     "report",
     "complete",
-    "gather",
+    "options",
+    "driven",
+    "runs",
+    "output",
+    "exits",
     "cli",
     "__main__",
 )
@@ -74,6 +80,33 @@ def test_no_two_files_import_each_other() -> None:
         for used in reach.values():
             used |= {further for near in list(used) for further in reach[near]}
     assert [module for module, used in reach.items() if module in used] == []
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of functions and classes, but for commands and what Python itself calls."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            called_by_name = any("app." in ast.unparse(d) for d in node.decorator_list)
+            if not called_by_name and not node.name.startswith("__"):
+                yield node.name
+
+
+def test_nothing_is_there_for_the_tests_alone() -> None:
+    files = {path: path.read_text() for path in (ROOT / "swaleak").rglob("*.py")}
+    users = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "docs").glob("*.py")]
+    users.append(ROOT / "pyproject.toml")  # entry points
+    words = Counter(
+        word
+        for text in (*files.values(), *(path.read_text() for path in users))
+        for word in re.findall(r"\w+", text)
+    )
+    dead = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in files.items()
+        for name in defined(ast.parse(text))
+        if words[name] < 2
+    ]
+    assert dead == []
 
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

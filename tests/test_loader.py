@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.pool import new_pages
 from swaleak.allocator.strategy import Eager
+from swaleak.check.case import run_case
 from swaleak.errors import TargetError
+from swaleak.script import catalogue as scenarios
 from swaleak.sglang import source
 from swaleak.sglang.adapter import Driver
 from swaleak.sglang.loader import load
 from swaleak.sglang.release import RELEASES
 from swaleak.target import Sizes, open_target
-from tests.conftest import sglang, wheel
+from tests.conftest import USER_CLASS, sglang, wheel
 
 
 @pytest.mark.wheels
@@ -163,24 +165,11 @@ def test_extended_slots_go_on_in_the_page_and_fill_new_ones(data: st.DataObject)
     assert sum(map(len, pages.values())) == len(set().union(*pages.values()))
 
 
-CLASS = """
-from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import {strategy}
-
-class Mine(HybridAllocator):
-    def __init__(self, size, size_swa, page_size, dtype, device, kvcache, need_sort):
-        super().__init__(size, size_swa, page_size, device, {strategy})
-"""
-
-
 @pytest.mark.parametrize(("strategy", "verdict"), [("Deferred", "leak"), ("Barrier", "clean")])
 def test_a_class_of_the_users(strategy: str, verdict: str, tmp_path: Path, monkeypatch) -> None:
-    from swaleak.check.case import run_case
-    from swaleak.script import scenario
-
     module = f"my_{strategy.lower()}"
-    (tmp_path / f"{module}.py").write_text(CLASS.format(strategy=strategy))
+    (tmp_path / f"{module}.py").write_text(USER_CLASS.format(strategy=strategy))
     monkeypatch.chdir(tmp_path)
     target = open_target(f"{module}:Mine", "cpu")
-    case = run_case(scenario.load("tombstone-recovery"), target, "shipped", 4)
+    case = run_case(scenarios.load("tombstone-recovery"), target, "shipped", 4)
     assert (target.ships, case.verdict, case.origin) == (strategy.lower(), verdict, "shipped")

@@ -79,19 +79,20 @@ def test_refused_is_what_changes_nothing(damage: Callable[[Raises], None], verdi
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("full_pages", "script", "message"),
     [
-        ([A, BEGIN, ops.Free("a"), ops.Alloc("c"), B, ops.Adopt("a", "b")], "no node 'a'"),
-        ([A, B, BEGIN, ops.Free("a"), END, ops.Adopt("a", "b")], "no node 'a'"),
+        (2, [A, BEGIN, ops.Free("a"), ops.Alloc("c"), B, ops.Adopt("a", "b")], "no node 'a'"),
+        (8, [A, B, BEGIN, ops.Free("a"), END, ops.Adopt("a", "b")], "no node 'a'"),
         (
+            8,
             [A, B, BEGIN, ops.Free("a"), ops.Adopt("a", "b"), END, ops.Alloc("c")],
             "the SWA pages of 'a' hang on full slots that are free",
         ),
     ],
 )
-def test_a_script_that_is_at_fault(script: list[Op], message: str) -> None:
+def test_a_script_that_is_at_fault(full_pages: int, script: list[Op], message: str) -> None:
     with pytest.raises(ScriptError, match=message):
-        replay(Builtin("cpu").make("eager", Sizes(2 if "c" in str(script[3]) else 8, 8, 1)), script)
+        replay(Builtin("cpu").make("eager", Sizes(full_pages, 8, 1)), script)
 
 
 def test_a_pool_that_runs_dry_by_its_own_leak_is_a_leak() -> None:
@@ -102,3 +103,26 @@ def test_a_pool_that_runs_dry_by_its_own_leak_is_a_leak() -> None:
         replay(Builtin("cpu").make("barrier", sizes), more)
     run = replay(Builtin("cpu").make("deferred", Sizes(8, 3, 4)), more[:-1])
     assert (run.verdict, run.failed_at) == ("leak", 6)
+
+
+@pytest.mark.parametrize("strategy", ["eager", "deferred", "enqueue", "barrier"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_nodes_that_grow(strategy, page_size):
+    script = [
+        ops.Extend("a", 3),
+        ops.Decode("a"),
+        ops.Decode("a"),
+        ops.Extend("b", 5),
+        ops.FreeSwa("a"),
+        ops.Recover("a", "b"),
+        ops.Extend("a", page_size),
+        ops.Free("a"),
+    ]
+    run = replay(Builtin("cpu").make(strategy, Sizes(16, 16, page_size)), script, keep_steps=True)
+    pages = [-(-n // page_size) for n in (3, 4, 5)]
+    b = pages[2]
+    assert (run.verdict, run.audit.physical, [s.audit.physical for s in run.steps[:4]]) == (
+        "clean",
+        0,
+        [*pages, 2 * b],
+    )

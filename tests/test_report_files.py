@@ -14,10 +14,11 @@ from swaleak.check.case import Case, run_case
 from swaleak.check.replay import Run
 from swaleak.errors import UsageError
 from swaleak.report import files
+from swaleak.report.cases import repro_report
 from swaleak.report.junit import as_junit
-from swaleak.report.tables import About, Report, repro_report
+from swaleak.report.report import About, Report
 from swaleak.report.timeline import INTRO, timeline
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.script.scenario import Outcome
 from swaleak.target import Builtin
 
@@ -108,26 +109,6 @@ def test_an_older_file_stays_whole(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="No space left on device"):
         files.write(report(), path)
     assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "older")]
-
-
-# arguments -> what is said on the one line of stderr
-REFUSED = {
-    "an unknown ending": (["repro", "-o", "x.pdf"], "unknown ending '.pdf'"),
-    "no ending": (["repro", "-o", "x"], "unknown ending '(none)'"),
-    "no folder": (["repro", "-o", "no/x.md"], "there is no folder no"),
-    "JUnit of a list": (["list", "-o", "x.xml"], "JUnit is for runs of scenarios"),
-    "a test that is no Python": (["export", "steady-group", "--unittest", "-o", "x.md"], ".py"),
-    "an export as nothing": (["export", "steady-group"], "--unittest"),
-    "an export of nothing": (["export", "nothing", "--unittest"], "unknown scenario 'nothing'"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    arguments, said = REFUSED[name]
-    run = swaleak(*arguments)
-    lines = run.stderr.splitlines()
-    assert (run.returncode, len(lines), said in run.stderr, run.stdout) == (2, 1, True, "")
 
 
 def test_an_exported_test_is_the_same_as_a_file(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from swaleak.check.case import run_case
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.sglang.release import RELEASES
 from swaleak.target import Builtin, Target
 from tests.conftest import sglang

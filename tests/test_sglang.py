@@ -21,7 +21,7 @@ import pytest
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
 from swaleak.check.follow import follow
-from swaleak.script import scenario
+from swaleak.script.read import parse
 from swaleak.script.trace import TraceReader
 from swaleak.script.write import to_toml
 from swaleak.search.reduce import reduce
@@ -150,7 +150,7 @@ def test_the_trace_shrinks_to_a_small_scenario(churned):
     trace, _, _, page_size = churned
     target = open_target("installed", "cpu")
     small, _ = reduce(trace, target, "deferred")
-    again = scenario.parse(to_toml(small), name=small.name, source="")
+    again = parse(to_toml(small), name=small.name, source="")
     verdicts = {name: run_case(again, target, name, page_size).verdict for name in STRATEGIES}
     clean = dict.fromkeys(STRATEGIES, "clean")
     assert (len(again.steps) <= 8, verdicts) == (True, clean | {"deferred": "leak"})

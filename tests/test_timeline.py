@@ -16,10 +16,12 @@ from swaleak.check.case import run_case
 from swaleak.check.picture import Page
 from swaleak.check.replay import replay
 from swaleak.errors import ScriptError
-from swaleak.report.tables import Report, case_json
+from swaleak.report.entries import case_json
+from swaleak.report.report import Report
 from swaleak.report.timeline import FAULTS, WIDTH, fault, timeline, timelines
+from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
-from swaleak.script import scenario as scenarios
+from swaleak.script.read import parse
 from swaleak.script.scenario import Scenario
 from swaleak.target import STRATEGIES, Builtin, Sizes
 from tests.conftest import sglang
@@ -45,7 +47,7 @@ def printed(*sections) -> str:
 def script(*steps: str, pages: int = 200):
     pools = f"[pools]\nfull_pages = {pages}\nswa_pages = {pages}"
     text = f"schema = 1\nsteps = [{', '.join(steps)}]\n{pools}"
-    return scenarios.parse(text, name="script", source="script.toml")
+    return parse(text, name="script", source="script.toml")
 
 
 LEAKED = "2 SWA pages in use, 1 mapped."

@@ -15,7 +15,9 @@ from swaleak.check.case import run_case
 from swaleak.check.follow import follow
 from swaleak.check.replay import Player
 from swaleak.errors import ScriptError, UsageError
-from swaleak.script import ops, scenario
+from swaleak.script import catalogue as scenarios
+from swaleak.script import ops
+from swaleak.script.read import parse
 from swaleak.script.trace import Header, TraceReader
 from swaleak.script.write import to_toml
 from swaleak.search.reduce import reduce
@@ -26,7 +28,7 @@ from swaleak.sglang.watch import watched
 from swaleak.target import Builtin
 
 PAGES = 16
-PRODUCTION = [s.name for s in scenario.catalogue() if s.reach == "production"]
+PRODUCTION = [s.name for s in scenarios.catalogue() if s.reach == "production"]
 
 
 def watched_driver(wish: str, strategy: str, page_size: int) -> Driver:
@@ -49,7 +51,7 @@ def play(driver: Driver, steps: tuple[ops.Op, ...]) -> list[tuple[int, int]]:
 
 def recorded(tmp_path: Path, name: str, strategy: str, page_size: int) -> tuple[Path, list]:
     driver = watched_driver(f"record:{tmp_path}/t.jsonl", strategy, page_size)
-    counts = play(driver, scenario.load(name).steps)
+    counts = play(driver, scenarios.load(name).steps)
     (path,) = tmp_path.glob("t.*.jsonl")
     return path, counts
 
@@ -58,7 +60,7 @@ def recorded(tmp_path: Path, name: str, strategy: str, page_size: int) -> tuple[
 @pytest.mark.parametrize("strategy", ["deferred", "enqueue", "barrier"])
 @pytest.mark.parametrize("name", PRODUCTION)
 def test_a_trace_replays_to_the_same_counts(name, strategy, page_size, tmp_path):
-    if page_size not in scenario.load(name).page_sizes:
+    if page_size not in scenarios.load(name).page_sizes:
         pytest.skip(f"{name} has no page size {page_size}")
     path, counts = recorded(tmp_path, name, strategy, page_size)
     target = Builtin("cpu")
@@ -85,7 +87,7 @@ def test_a_trace_shrinks_to_a_scenario_that_still_leaks(page_size, tmp_path):
     path, _ = recorded(tmp_path, "tombstone-recovery", "deferred", page_size)
     target = Builtin("cpu")
     small, _ = reduce(path, target, "deferred")
-    again = scenario.parse(to_toml(small), name=small.name, source="")
+    again = parse(to_toml(small), name=small.name, source="")
     verdicts = [run_case(again, target, name, page_size).verdict for name in STRATEGIES]
     assert (again.steps, len(again.steps) <= 8, verdicts) == (
         small.steps,
@@ -137,7 +139,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
 
 def test_a_header_further_down_starts_again(tmp_path):
     driver = watched_driver(f"record:{tmp_path}/t.jsonl", "deferred", 4)
-    steps = scenario.load("tombstone-recovery").steps
+    steps = scenarios.load("tombstone-recovery").steps
     play(driver, steps)
     driver.allocator.clear()
     play(driver, steps)
@@ -151,7 +153,7 @@ def test_a_header_further_down_starts_again(tmp_path):
 
 def test_the_auditor_names_the_page_the_calls_and_the_fix(caplog):
     driver = watched_driver("audit", "deferred", 4)
-    play(driver, scenario.load("tombstone-recovery").steps)
+    play(driver, scenarios.load("tombstone-recovery").steps)
     (record,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     parts = (
         "SWA page 2 is lost",
@@ -168,14 +170,14 @@ def test_the_auditor_names_the_page_the_calls_and_the_fix(caplog):
 @pytest.mark.parametrize("name", PRODUCTION)
 def test_the_auditor_is_silent_about_what_is_right(name, strategy, caplog):
     driver = watched_driver("audit", strategy, 4)
-    play(driver, scenario.load(name).steps)
+    play(driver, scenarios.load(name).steps)
     assert caplog.records == []
 
 
 def test_the_gauge_counts_what_a_full_look_counts():
     driver = watched_driver("audit", "deferred", 4)
     gauge = Gauge(driver.allocator)
-    counts = play(driver, scenario.load("tombstone-recovery").steps)
+    counts = play(driver, scenarios.load("tombstone-recovery").steps)
     assert [(gauge.physical(), gauge.mapped())] == counts
 
 
@@ -188,7 +190,7 @@ def test_a_hook_that_raises_stops_the_watching_and_nothing_else(caplog):
 
     class_ = watched(HybridAllocator, connect)
     driver = Driver(class_(64, 64, 4, "cpu", STRATEGIES["barrier"]))
-    counts = play(driver, scenario.load("tombstone-recovery").steps)
+    counts = play(driver, scenarios.load("tombstone-recovery").steps)
     told = [record.getMessage() for record in caplog.records]
     assert (counts, told) == (
         [(2, 2)],

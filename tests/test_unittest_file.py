@@ -12,7 +12,8 @@ import pytest
 from swaleak.check.case import run_case
 from swaleak.errors import ScriptError
 from swaleak.report.unittest_file import unittest_file
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
+from swaleak.script.read import parse
 from swaleak.sglang import shims
 from swaleak.sglang.loader import _Importer
 from swaleak.sglang.source import ALLOCATOR, SourceTree, from_wheel
@@ -46,7 +47,7 @@ SCRIPTS = {
 def script(name: str, sizes: str = "4, 256"):
     steps = SCRIPTS[name].strip().rstrip(",").replace("\n", " ")
     text = f"schema = 1\nsteps = [{steps}]\n[pools]\npage_sizes = [{sizes}]\n"
-    return scenarios.parse(text, name=name, source=f"{name}.toml")
+    return parse(text, name=name, source=f"{name}.toml")
 
 
 EVERYTHING = [*scenarios.catalogue(), *(script(name) for name in SCRIPTS)]
@@ -140,7 +141,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_makes_no_sense_is_refused(name):
     steps, reason = BAD[name]
-    scenario = scenarios.parse(f"schema = 1\nsteps = [{steps}]", name="x", source="x.toml")
+    scenario = parse(f"schema = 1\nsteps = [{steps}]", name="x", source="x.toml")
     with pytest.raises(ScriptError, match=r"^x\.toml: ") as error:
         unittest_file(scenario)
     assert reason in str(error.value)

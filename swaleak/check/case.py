@@ -21,7 +21,8 @@ class Case:
     """What came out, beside what was declared.
 
     ``declared``: None where nothing is declared. ``known``: the failure that is known to happen
-    here in SGLang as shipped.
+    here in SGLang as shipped. ``open_group``: all steps were done and a free group is open, so
+    that what waits for its end is not judged.
     """
 
     scenario: Scenario
@@ -32,6 +33,7 @@ class Case:
     run: Run
     declared: Outcome | None
     known: Known | None
+    open_group: bool = False
 
     @property
     def verdict(self) -> str:
@@ -109,11 +111,17 @@ def run_case(
         known = scenario.known_failure(target.version, page_size)
         judged = target.version is not None or origin == "patched"
         declared = known.outcome if known else Outcome("clean") if judged else None
-    return Case(scenario, target.name, strategy, origin, page_size, run, declared, known)
+    open_group = ops.ends_in_group(scenario.steps) and not (run.raised or run.starved)
+    return Case(
+        scenario, target.name, strategy, origin, page_size, run, declared, known, open_group
+    )
 
 
 def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:
-    """Return the pools a scenario asks for, and room for what ``repeat`` rounds can leak."""
+    """Return the pools a scenario asks for, and room for what ``repeat`` rounds can leak.
+
+    Raises ``UsageError`` for a size over the limits.
+    """
     check_page_size(page_size)
     asked = sum(_asked(op, page_size) for op in scenario.steps) if repeat > 1 else 0
     spare = (repeat - 1) * asked

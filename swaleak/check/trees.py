@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from swaleak.check.audit import Audit, Reading, audit_of, read
-from swaleak.check.case import Case
+from swaleak.check.case import Case, sizes_for
 from swaleak.check.ledger import Ledger, Node
 from swaleak.check.picture import picture
 from swaleak.check.replay import Run, Step
-from swaleak.errors import RAISED, ScriptError, UsageError, told
+from swaleak.errors import RAISED, ScriptError, told
 from swaleak.script.ops import Expect
-from swaleak.script.scenario import MAX_SLOTS, Outcome, check_page_size
+from swaleak.script.scenario import Outcome
 from swaleak.script.tree import TreeScenario
 from swaleak.sglang.tree import Caches, PoolEmpty, Tree
 from swaleak.target import SHIPPED, Target
@@ -48,14 +48,12 @@ def _case(
     keep_steps: bool,
 ) -> Case:
     about = scenario.on(cache)
-    check_page_size(page_size)
-    if max(about.full_pages, about.swa_pages) * page_size > MAX_SLOTS:
-        raise UsageError(f"{about.name}: over the limit of {MAX_SLOTS} slots a pool")
+    sizes = sizes_for(about, page_size)
     untouched = target.origin(strategy) == SHIPPED
     repaired = caches.repaired_by if strategy == SHIPPED else None
     # asked for by its name, a strategy is what it says, whatever the plugin has done to the class
     asked = strategy if not untouched or (caches.repaired_by and strategy != SHIPPED) else None
-    tree = caches.make(cache, asked, about.full_pages, about.swa_pages, page_size, scenario.window)
+    tree = caches.make(cache, asked, sizes.full_pages, sizes.swa_pages, page_size, scenario.window)
     run = _play(scenario, tree, keep_steps)
     known = None
     if repaired or asked:
@@ -64,7 +62,8 @@ def _case(
         known = about.known_failure(target.version, page_size)
         declared = known.outcome if known else Outcome("clean") if target.version else None
     origin = "grafted" if repaired or asked else SHIPPED
-    return Case(about, target.name, strategy, origin, page_size, run, declared, known)
+    open_group = tree.in_group and not run.raised
+    return Case(about, target.name, strategy, origin, page_size, run, declared, known, open_group)
 
 
 def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:

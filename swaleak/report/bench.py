@@ -1,10 +1,9 @@
-"""What `swaleak bench` prints: a table a clock, Markdown to paste, JSON, and a bar meanwhile."""
+"""What `swaleak bench` prints: a table a clock, Markdown to paste, and JSON."""
 
 from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import torch
 
 from swaleak import __version__
-from swaleak.bench import Contestant, Result, Settings, Step, Timing
-from swaleak.report.tables import STYLES, Cell, Grid, Report, Section
+from swaleak.bench.cases import Settings
+from swaleak.bench.contestant import Contestant
+from swaleak.bench.figures import Result, Timing
+from swaleak.report.report import STYLES, Cell, Grid, Report, Section
 from swaleak.target import SHIPPED
 
 AGAIN = "A/A"  # the baseline's second self
-REFRESH = 0.2  # seconds between two looks of the bar; it draws between rounds only
 
 
 def bench_report(
@@ -53,43 +53,6 @@ def bench_report(
     )
     sections.append(Section("", None, lines))
     return Report("bench", complete, header, tuple(sections), body, str(torch.__version__), device)
-
-
-def with_bar(steps: Iterator[Step]) -> Iterator[Step]:
-    """Pass ``steps`` on, with a bar and the time left on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield from steps
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    # no thread of its own: it would run beside what is measured
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        task, drawn = bar.add_task("", total=None), 0.0
-        for step in steps:
-            if time.monotonic() - drawn > REFRESH:
-                bar.update(
-                    task,
-                    description=str(step.shape),
-                    completed=step.done,
-                    total=step.total,
-                    refresh=True,
-                )
-                drawn = time.monotonic()
-            yield step
 
 
 def machine_facts(device: str) -> dict[str, str | None]:

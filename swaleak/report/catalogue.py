@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from swaleak.report.tables import Cell, Grid, Report, Section
+from swaleak.report.report import Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.script.scenario import Known, Outcome, Scenario
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from swaleak import __version__
-from swaleak.diagnose import FAULTS, MISSING, Diagnosis, Fault, Finding
-from swaleak.report.tables import Cell, Grid, Report, Section
+from swaleak.diagnose.finding import FAULTS, MISSING, TWICE, Diagnosis, Fault, Finding
+from swaleak.report.report import Cell, Grid, Report, Section
 
 SHOWN = 50  # findings that are printed; the JSON holds all
 MEANINGS = {
     MISSING: "Slots that nobody accounts for, neither free nor in use: a leak. They are gone until "
     "the server restarts.",
-    "counted-twice": "Slots that are counted twice, free and in use at once: no leak, but two "
+    TWICE: "Slots that are counted twice, free and in use at once: no leak, but two "
     "owners may come to write to one page.",
 }
 POOLS = {None: "pool not named", "req_to_token": "request slots"}

@@ -13,8 +13,8 @@ from swaleak import __version__
 from swaleak.device import choose_device
 from swaleak.device import describe as describe_device
 from swaleak.errors import SwaleakError
-from swaleak.report.tables import Cell, Grid, Report, Section
-from swaleak.script import scenario
+from swaleak.report.report import Cell, Grid, Report, Section
+from swaleak.script import catalogue
 from swaleak.sglang import source
 from swaleak.sglang.release import cache_folder
 from swaleak.target import open_target
@@ -31,7 +31,7 @@ def doctor_report() -> Report:
         "rich": version("rich"),
         "devices": ["cpu", *_cuda_devices()],
         "default device": device,
-        "scenarios": f"{len(scenario.names())} in {scenario.folder()}",
+        "scenarios": f"{len(catalogue.names())} in {catalogue.folder()}",
     }
     kept = sorted(path.stem.removeprefix("sglang-") for path in cache_folder().glob("sglang-*.zip"))
     facts["cache"] = f"{', '.join(kept) or 'no releases'} in {cache_folder()}"

@@ -1,74 +1,32 @@
-"""What a search found, what it tried, and what that leaves open; and a line while it runs."""
+"""What a search found, what it tried, and what that leaves open."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, TextIO
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from swaleak.report.tables import About, Cell, Grid, Report, Section, tell, violations_json
+from swaleak.report.entries import violations_json
+from swaleak.report.facts import tell
+from swaleak.report.report import About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
-from swaleak.search.explore import Coverage, Progress
-from swaleak.search.fuzz import Played, Tried
+from swaleak.search.explore import Coverage
+from swaleak.search.fuzz import Tried
 from swaleak.search.survey import Survey
 from swaleak.search.witness import Owners, Witness
 
-EVERY = 0.1  # seconds between two looks at the progress line
-CLEAR = "\r\x1b[2K"
-
-
-class ProgressLine:
-    """One line on a terminal that says how far a search is, and is gone afterwards.
-
-    Where ``file`` is no terminal, nothing is written.
-    """
-
-    def __init__(self, file: TextIO | None = None) -> None:
-        self.file = file or sys.stderr
-        self.shown = self.file.isatty()
-        self.last = 0.0
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        if self.shown:
-            self.file.write(CLEAR)
-            self.file.flush()
-
-    def show(self, progress: Progress | Played) -> None:
-        """Show how far the search is, if that was not done a moment ago."""
-        now = time.monotonic()
-        if self.shown and now - self.last >= EVERY:
-            self.last = now
-            self.file.write(CLEAR + progress_text(progress)[:79])
-            self.file.flush()
-
-
-def progress_text(progress: Progress | Played) -> str:
-    """Return the line, without its end."""
-    if isinstance(progress, Progress):
-        rate = progress.transitions / max(progress.seconds, 1e-9)
-        return (
-            f"depth {progress.depth}: {progress.states:,} states, "
-            f"{progress.transitions:,} transitions, {rate:,.0f}/s"
-        )
-    rate = progress.operations / max(progress.seconds, 1e-9)
-    return f"{progress.scripts:,} scripts, {progress.operations:,} operations, {rate:,.0f}/s"
+SHOWN = 10  # failures a page size that are printed; the JSON holds all
 
 
 def explore_report(about: About, surveys: Sequence[Survey]) -> Report:
     """One section a page size: what fails, step by step, and what was tried."""
     sections = [Section("", None, about.notes)] if about.notes else []
     for survey in surveys:
-        sections += [_witness_section(survey, number) for number in range(len(survey.witnesses))]
+        failures = len(survey.witnesses)
+        sections += [_witness_section(survey, number) for number in range(min(failures, SHOWN))]
+        if failures > SHOWN:
+            left_out = f"{failures - SHOWN} of {failures} failures not shown"
+            how = "-f json prints all, -o FILE.json keeps them"
+            sections.append(Section(lines=(f"{left_out}; {how}.",)))
         sections.append(Section("" if survey.witnesses else _title(survey), None, _covered(survey)))
     ok = not any(survey.witnesses for survey in surveys)
     body = {"results": [_survey_json(survey) for survey in surveys]}
@@ -127,46 +85,48 @@ def _owners(owners: Owners) -> str:
 
 
 def _covered(survey: Survey) -> tuple[str, ...]:
-    covered, rules = survey.covered, survey.where.rules
-    rate = _rates(covered)
-    lines = (
-        ["Interrupted: what follows is what had been tried by then."] if survey.interrupted else []
-    )
+    covered, lines = survey.covered, []
+    if survey.interrupted:
+        lines.append("Interrupted: what follows is what had been tried by then.")
     if isinstance(covered, Coverage):
-        if not survey.witnesses:
-            bound = (
-                "no order of any length"
-                if covered.exhausted
-                else (f"no order of up to {covered.depth} operations")
-            )
-            lines.append(
-                f"{bound} fails, with up to {rules.nodes} nodes of 1 to {rules.pages} pages."
-            )
-        lines.append(
-            f"{covered.states:,} states, {covered.transitions:,} transitions in "
-            f"{covered.seconds:.1f} s, {rate['transitions_per_second']:,.0f}/s, "
-            f"{covered.bytes_per_state:.0f} bytes a state."
-        )
-        if covered.refused:
-            lines.append(f"{covered.refused:,} transitions were refused and changed nothing.")
-        if covered.split_at is not None:
-            shard = survey.where.shard
-            lines.append(
-                f"Part {shard.index} of {shard.count}: from depth {covered.split_at} on, "
-                f"only its share of the orders."
-            )
+        lines += _every_order(survey, covered)
         open_ = "longer orders, more nodes, parts of pages, growing requests (--random)"
     else:
-        if not survey.witnesses:
-            lines.append(f"none of {covered.scripts:,} random scripts fails.")
-        lines.append(
-            f"{covered.scripts:,} scripts, {covered.operations:,} operations in "
-            f"{covered.seconds:.1f} s, {rate['transitions_per_second']:,.0f}/s."
-        )
+        lines += _random_scripts(survey, covered)
         open_ = "what chance did not come upon"
     if not survey.witnesses:
         lines.append(f"Not covered: {open_}, pools that run dry, races between streams.")
     return tuple(lines)
+
+
+def _every_order(survey: Survey, covered: Coverage) -> Iterator[str]:
+    rules, shard = survey.where.rules, survey.where.shard
+    if not survey.witnesses:
+        upto = "any length" if covered.exhausted else f"up to {covered.depth} operations"
+        yield (
+            f"no order of {upto} fails, with up to {rules.nodes} nodes of 1 to {rules.pages} pages."
+        )
+    yield (
+        f"{covered.states:,} states, {covered.transitions:,} transitions in "
+        f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s, "
+        f"{covered.bytes_per_state:.0f} bytes a state."
+    )
+    if covered.refused:
+        yield f"{covered.refused:,} transitions were refused and changed nothing."
+    if covered.split_at is not None:
+        yield (
+            f"Part {shard.index} of {shard.count}: from depth {covered.split_at} on, "
+            f"only its share of the orders."
+        )
+
+
+def _random_scripts(survey: Survey, covered: Tried) -> Iterator[str]:
+    if not survey.witnesses:
+        yield f"none of {covered.scripts:,} random scripts fails."
+    yield (
+        f"{covered.scripts:,} scripts, {covered.operations:,} operations in "
+        f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s."
+    )
 
 
 def _rates(covered: Coverage | Tried) -> dict[str, float]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import io
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,63 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swaleak.errors import UsageError, unknown
+from swaleak.report.drawing import as_html, as_svg
 from swaleak.report.junit import as_junit
-from swaleak.report.tables import Report
+from swaleak.report.report import Report
+from swaleak.script.scenario import Scenario
+from swaleak.script.write import to_toml
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 STALE = 24 * 3600  # seconds after which a half-written file is swept up
-WIDTH = 80  # columns of an SVG or HTML picture
-FONTS = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-HTML = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="UTF-8">
-<meta name="viewport" content="width=device-width">
-<title>TITLE</title>
-<style>
-{stylesheet}
-body {{ color: {foreground}; background-color: {background}; margin: 2em; }}
-pre {{ font: 15px/1.3 FONTS; }}
-</style>
-</head>
-<body>
-<pre><code style="font-family:inherit">{code}</code></pre>
-</body>
-</html>
-""".replace("FONTS", FONTS)
-
-
-def _recorded(report: Report) -> Console:
-    from rich.console import Console
-
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    report.print_to(console)
-    return console
-
-
-def _svg(report: Report) -> str:
-    """Return Rich's picture without the fonts it would fetch from elsewhere."""
-    svg = _recorded(report).export_svg(title=f"swaleak {report.command}")
-    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    return svg.replace("Fira Code, monospace", FONTS)
-
-
-def _html(report: Report) -> str:
-    from rich.terminal_theme import SVG_EXPORT_THEME
-
-    page = HTML.replace("TITLE", f"swaleak {report.command}")
-    return _recorded(report).export_html(
-        theme=SVG_EXPORT_THEME, inline_styles=True, code_format=page
-    )
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {
     ".json": Report.as_json,
     ".md": Report.as_markdown,
-    ".svg": _svg,
-    ".html": _html,
+    ".svg": as_svg,
+    ".html": as_html,
     ".xml": as_junit,
 }
 
@@ -87,10 +45,10 @@ def check_ending(path: Path, *, runs: bool) -> None:
     check_place("-o", path)
 
 
-def check_scenario(option: str, path: Path) -> None:
-    """Raise ``UsageError`` for a path that no scenario can be saved to, before any work is done."""
-    if path.suffix.lower() != ".toml":
-        raise UsageError(f"{option} {path}: a scenario is a .toml file")
+def check_kind(option: str, path: Path, ending: str, what: str) -> None:
+    """Raise ``UsageError`` unless ``what`` can be written to ``path``, a file with this ending."""
+    if path.suffix.lower() != ending:
+        raise UsageError(f"{option} {path}: {what} is a {ending} file")
     check_place(option, path)
 
 
@@ -113,6 +71,11 @@ def check_place(option: str, path: Path) -> None:
 def write(report: Report, path: Path) -> None:
     """Write ``report`` beside ``path`` and rename it into place."""
     write_text(FORMATS[path.suffix.lower()](report), path)
+
+
+def write_scenario(scenario: Scenario, path: Path) -> None:
+    """Write ``scenario`` as TOML; see ``write_text``."""
+    write_text(to_toml(scenario), path)
 
 
 def write_text(text: str, path: Path) -> None:

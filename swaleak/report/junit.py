@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from swaleak.errors import UsageError
-from swaleak.report.tables import Report, explain
+from swaleak.report.facts import explain
+from swaleak.report.report import Report
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case

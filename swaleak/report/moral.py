@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from swaleak.report.tables import tell
+from swaleak.report.facts import OPEN_GROUP, numbers, tell
 from swaleak.script import ops
 from swaleak.script.ops import describe
 
@@ -35,7 +35,7 @@ def moral(run: Run) -> str:
         if run.raised:
             return f"Refused, and nothing has changed: {run.raised}"
         if run.steps and run.steps[-1].in_group:
-            return "The group is still open; what waits for its end is not judged."
+            return OPEN_GROUP
         return "Every page is with the node that should have it, and nothing else is held."
     step = run.steps[at]
     clauses = _Change(run.steps, at).clauses()
@@ -126,10 +126,9 @@ def _group(pages: Iterable[int], key: Callable[[int], K]) -> dict[K, list[int]]:
     return groups
 
 
-def _name(pages: Sequence[int], most: int = 6) -> str:
+def _name(pages: Sequence[int]) -> str:
     """Return ``page 3``, or ``pages 3, 4 and 9 more``."""
-    more = f" and {len(pages) - most} more" if len(pages) > most else ""
-    return f"page{'s' if len(pages) > 1 else ''} {', '.join(map(str, pages[:most]))}{more}"
+    return f"page{'s' if len(pages) > 1 else ''} {numbers(pages)}"
 
 
 def _pages(count: int) -> str:

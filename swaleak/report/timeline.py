@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from swaleak.report.moral import moral, wrong_step
-from swaleak.report.tables import Cell, Grid, Section
+from swaleak.report.report import Cell, Grid, Section
 from swaleak.script.ops import describe
 
 if TYPE_CHECKING:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from swaleak.check.follow import Followed, GroupEnd
-from swaleak.report.tables import STYLES, About, Cell, Grid, Report, Section, tell, violations_json
+from swaleak.report.entries import violations_json
+from swaleak.report.facts import tell
+from swaleak.report.report import STYLES, About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.script.scenario import Scenario
 

@@ -6,6 +6,7 @@ ownership, in ``check/ledger.py``. Names are nodes: named owners of full slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -201,13 +202,25 @@ Op = (
     | Group
     | Expect
 )
-FREES: tuple[type[FreeOp], ...] = (Free, FreeSwa, FreeFull, FreeSegment, FreeSwaSegment)
+FREES: tuple[type[Free | FreeSwa | FreeFull], ...] = (
+    Free,
+    FreeSwa,
+    FreeFull,
+    FreeSegment,
+    FreeSwaSegment,
+)
 PAIRS: tuple[type[Recover | Adopt | Replace | Overwrite], ...] = (
     Recover,
     Adopt,
     Replace,
     Overwrite,
 )
+
+
+def ends_in_group(script: Sequence[Op | TreeOp]) -> bool:
+    """Say whether a free group is open when the script has been played."""
+    edges = [op.edge for op in script if isinstance(op, Group)]
+    return edges[-1:] == ["begin"]
 
 
 def describe(op: Op | TreeOp) -> str:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from swaleak.errors import ScriptError, unknown
+from swaleak.script.catalogue import folder, read_text
 from swaleak.script.ops import Expect, Group, TreeOp
-from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Scenario, _Reader, folder, read_text
+from swaleak.script.read import Reader
+from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS, Scenario
 
 PREFIX = "tree/"
 CACHES = ("swa", "unified")
@@ -90,7 +92,7 @@ def parse(text: str, *, name: str, source: str) -> TreeScenario:
     return TreeScenario(reader.scenario(name, data, steps=()), steps, caches, window)
 
 
-class _TreeReader(_Reader):
+class _TreeReader(Reader):
     def tree_steps(self, value: Any) -> tuple[TreeStep, ...]:
         steps = tuple(
             self.tree_step(f"step {i}", step)

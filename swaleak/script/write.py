@@ -1,4 +1,4 @@
-"""Scenario -> scenario file. What is written here, ``scenario.parse`` reads back the same."""
+"""Scenario -> scenario file. What is written here, ``read.parse`` reads back the same."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swaleak.check.replay import Allocator
 from swaleak.errors import UsageError
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.script.scenario import Scenario, check_page_size
 from swaleak.search.explore import Coverage, Explorer, Progress, Shard, room
 from swaleak.search.fuzz import Fuzzer, Played, Tried

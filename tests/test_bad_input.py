@@ -23,14 +23,14 @@ from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.replay import Player
 from swaleak.cli import main
 from swaleak.errors import SwaleakError
-from swaleak.script import scenario as scenarios
+from swaleak.script import catalogue as scenarios
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver
 from swaleak.sglang.source import ALLOCATOR
 from tests.conftest import ROOT
 
 SCALE = float(os.environ.get("SWALEAK_FUZZ", "1"))
-LIMIT = 2.0  # seconds an input may take
+LIMIT = 2.0  # seconds of the processor that an input may take
 TOKENS = [b"0", b"-1", b"1e9", b"9" * 19, b"9" * 400, b"nan", b'""', b"[", b"]", b"{", b"}", b"\n"]
 TOKENS += [
     b"\x00",
@@ -189,9 +189,9 @@ def test_mutated_input(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     codes: set[int] = set()
     for data in inputs(seeds, count, kind):
         file.write_bytes(data)
-        start = time.monotonic()
+        start = time.process_time()  # another program's share of the machine is no matter
         code, said = command(file.name)
-        took = time.monotonic() - start
+        took = time.process_time() - start
         assert code in (0, 1, 2, 125), (code, data)
         assert (said.count("\n"), said[:9]) == (1, "swaleak: ") if code > 1 else not said, (
             said,

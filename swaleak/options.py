@@ -1,0 +1,102 @@
+"""What commands take on the command line: arguments and options that several of them share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swaleak import complete
+
+MOST = 1_000_000  # of anything that is done over and over
+
+
+class Format(StrEnum):
+    """How a report is printed."""
+
+    table = "table"
+    markdown = "markdown"
+    json = "json"
+
+
+class Contract(StrEnum):
+    """Which operations are legal."""
+
+    production = "production"
+    latent = "latent"
+
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SCENARIO]...",
+        help="Names from `swaleak list`, or TOML files.",
+        autocompletion=complete.scenarios,
+    ),
+]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="A name, or a TOML file.",
+        autocompletion=complete.scenarios,
+    ),
+]
+Trace = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as `record` writes it.")]
+Strategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        metavar="NAME",
+        help="eager, deferred, enqueue, barrier or shipped; repeatable. Default: all four.",
+        autocompletion=complete.strategies,
+    ),
+]
+TraceStrategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        metavar="NAME",
+        help="eager, deferred, enqueue, barrier or shipped; repeatable. Default: the fix it was "
+        "recorded under, else the target's own, else deferred.",
+        autocompletion=complete.strategies,
+    ),
+]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="TARGET",
+        help="Whose allocator: builtin, installed, a release such as 0.5.18, the path of a wheel "
+        "or checkout, or module:Class. auto: installed if SGLang is, else builtin.",
+        autocompletion=complete.targets,
+    ),
+]
+Patches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--patch",
+        metavar="FILE",
+        help="A diff to apply to a private copy of the sources first; - for standard input. "
+        "Repeatable. The report shows both, as shipped and patched.",
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+PageSizes = Annotated[
+    list[int] | None,
+    typer.Option("--page-size", metavar="N", help="Slots a page; repeatable."),
+]
+Formats = Annotated[Format, typer.Option("--format", "-f", help="How to print the report.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Also write it: .json, .md, .svg, .html; .xml (JUnit) where scenarios are run.",
+    ),
+]

@@ -1,0 +1,151 @@
+"""Reports on cases: one table a scenario (`repro`), or a matrix of all (`verify`, `check`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from swaleak.report.entries import case_json
+from swaleak.report.facts import (
+    OPEN_GROUP,
+    explain,
+    failures,
+    listed_sizes,
+    refusals,
+    substitutions,
+)
+from swaleak.report.report import STYLES, About, Cell, Grid, Report, Section
+
+if TYPE_CHECKING:
+    from swaleak.check.case import Case
+
+
+def repro_report(
+    about: About,
+    cases: Sequence[Case],
+    timelines: Mapping[str, Sequence[Section]] | None = None,
+) -> Report:
+    """One table a scenario: strategies down, what came out across; under it, its timelines."""
+    sections = []
+    for name in dict.fromkeys(case.scenario.name for case in cases):
+        mine = [case for case in cases if case.scenario.name == name]
+        scenario = mine[0].scenario
+        grid = Grid(
+            ("strategy", "origin", "page size", "physical", "mapped", "verdict", "declared"),
+            tuple(_repro_row(case) for case in mine),
+            frozenset({"page size", "physical", "mapped"}),
+        )
+        unjudged = [OPEN_GROUP] if any(case.open_group for case in mine) else []
+        lines = (*explain(mine), *unjudged, *substitutions(mine))
+        sections.append(Section(f"{name}: {scenario.title}", grid, lines))
+        sections += (timelines or {}).get(name, ())
+    return _report("repro", about, all(case.as_declared for case in cases), sections, cases)
+
+
+def verify_report(about: About, cases: Sequence[Case]) -> Report:
+    """The catalogue down, strategies across."""
+    strategies = list(dict.fromkeys(case.strategy for case in cases))
+    shipped = {case.strategy for case in cases if case.origin == "shipped"}
+    titles = {s: f"{s}*" if s in shipped else s for s in strategies}
+    rows = []
+    for name in dict.fromkeys(case.scenario.name for case in cases):
+        mine = [case for case in cases if case.scenario.name == name]
+        cells = [cell_of([case for case in mine if case.strategy == s]) for s in strategies]
+        rows.append((Cell(name), *cells))
+    wrong = [case for case in cases if not case.as_declared]
+    lines = ["Cells: physical/mapped SWA pages and the verdict."]
+    if shipped:
+        lines.append("* SGLang's own class, untouched; the others are grafted on it.")
+    lines += dict.fromkeys(
+        f"known: {case.scenario.name} {case.verdict} in {case.target} ({case.known})"
+        for case in cases
+        if case.known
+    )
+    lines += [f"! not as declared: {line}" for line in explain(wrong)]
+    lines += substitutions(cases)
+    lines.append(
+        f"{len(cases)} runs, all as declared."
+        if not wrong
+        else f"{len(wrong)} of {len(cases)} runs not as declared."
+    )
+    grid = Grid(("scenario", *(titles[s] for s in strategies)), tuple(rows))
+    return _report("verify", about, not wrong, [Section("", grid, tuple(lines))], cases)
+
+
+def check_report(about: About, cases: Sequence[Case], left_out: int) -> Report:
+    """Scenarios down, targets across. With patches, only the patched targets are judged."""
+    names = list(dict.fromkeys(case.target for case in cases))
+    patched = [case for case in cases if case.origin == "patched"]
+    failed = [case for case in patched or cases if not case.safe]
+    rows = []
+    for scenario in dict.fromkeys(case.scenario.name for case in cases):
+        mine = [case for case in cases if case.scenario.name == scenario]
+        cells = [cell_of([case for case in mine if case.target == name]) for name in names]
+        rows.append((Cell(scenario), *cells))
+    columns = ("scenario", *(name.removeprefix("sglang ") for name in names))
+    lines = [*failures(cases), *refusals(cases), *substitutions(cases)]
+    if not all(case.as_declared for case in cases):
+        lines.append("! marks what is not as it is known of that release.")
+    if patched:
+        lines.append("As shipped is there to compare with; what counts is what the patch makes.")
+    if left_out:
+        lines.append(f"{left_out} latent scenarios left out; --strict judges by them too.")
+    lines.append(
+        f"{len(failed)} of {len(patched or cases)} runs failed."
+        if failed
+        else f"{len(patched or cases)} runs, all clean or refused."
+    )
+    sections = [Section("", Grid(columns, tuple(rows), series=True), tuple(lines))]
+    return _report("check", about, not failed, sections, cases)
+
+
+def _report(
+    command: str, about: About, ok: bool, sections: Sequence[Section], cases: Sequence[Case]
+) -> Report:
+    notes = [Section("", None, about.notes)] if about.notes else []
+    body = {"results": [case_json(case) for case in cases]}
+    return Report(
+        command,
+        ok,
+        about.header,
+        (*notes, *sections),
+        body,
+        about.torch,
+        about.device,
+        tuple(cases),
+    )
+
+
+def cell_of(cases: Sequence[Case]) -> Cell:
+    """Return one cell for a case at all its page sizes; what is well at some is left unsaid.
+
+    ``!`` marks what was not declared.
+    """
+    said: dict[str, list[Case]] = {}
+    for case in sorted(cases, key=lambda case: case.safe):
+        counts = f"{case.physical}/{case.mapped}"
+        word = f"ok {counts}" if case.verdict == "clean" else f"{counts} {case.verdict}"
+        word = case.verdict if case.verdict == "refused" else word
+        said.setdefault(word if case.as_declared else f"!{word}", []).append(case)
+    bad = {word: same for word, same in said.items() if not all(case.safe for case in same)}
+    told = bad or said
+    lines = [
+        word if len(same) == len(cases) else f"{word} at {listed_sizes(same)}"
+        for word, same in told.items()
+    ]
+    worst = max((case.verdict for case in cases), key=list(STYLES).index, default="clean")
+    return Cell("\n".join(lines), STYLES[worst])
+
+
+def _repro_row(case: Case) -> tuple[Cell, ...]:
+    declared = case.declared.verdict if case.declared else "-"
+    mark = "" if case.as_declared else "  <- no"
+    return (
+        Cell(case.strategy),
+        Cell(case.origin),
+        Cell(str(case.page_size)),
+        Cell(str(case.physical)),
+        Cell(str(case.mapped)),
+        Cell(case.verdict, STYLES[case.verdict]),
+        Cell(declared + mark, "" if case.as_declared else "bold red"),
+    )

@@ -1,0 +1,134 @@
+"""What came out, in sentences: who lost what, what was refused, what was done in place of what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swaleak.check.audit import Violation
+    from swaleak.check.case import Case
+
+
+OPEN_GROUP = "The group is still open; what waits for its end is not judged."
+
+
+def explain(cases: Sequence[Case]) -> tuple[str, ...]:
+    """Return a line for each way in which something went wrong: who lost what."""
+    lines: dict[str, list[Case]] = {}
+    failed = [case for case in cases if _facts(case)]
+    scenarios = {case.scenario.name for case in failed}
+    targets = {case.target for case in failed}
+    for case in failed:
+        scenario = [case.scenario.name] if len(scenarios) > 1 else []
+        target = [case.target] if len(targets) > 1 else []
+        who = ", ".join([*scenario, *target, case.strategy])
+        for fact in _facts(case):
+            lines.setdefault(f"{who}: {fact}", []).append(case)
+    everywhere = {case.page_size for case in cases}
+    return tuple(
+        line
+        if {c.page_size for c in same} == everywhere
+        else f"{line} (page size {listed_sizes(same)})"
+        for line, same in lines.items()
+    )
+
+
+def failures(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each way a scenario fails the gate, and in which targets."""
+    same: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        if not case.safe:
+            same.setdefault((case.scenario.name, "; ".join(_facts(case))), []).append(case)
+    lines = []
+    for (scenario, facts), found in same.items():
+        targets = ", ".join(dict.fromkeys(c.target.removeprefix("sglang ") for c in found))
+        tried = {c.page_size for c in cases if c.scenario.name == scenario}
+        sizes = (
+            "" if {c.page_size for c in found} == tried else f" at page size {listed_sizes(found)}"
+        )
+        lines.append(f"{scenario} in {targets}{sizes}: {facts}")
+    return lines
+
+
+def refusals(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each way in which allocators refused, and where."""
+    same: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        if case.verdict == "refused":
+            key = (case.scenario.name, f"step {case.run.failed_at} refused: {case.run.raised}")
+            same.setdefault(key, []).append(case.target.removeprefix("sglang "))
+    return [
+        f"{scenario} in {', '.join(dict.fromkeys(targets))}: {fact}"
+        for (scenario, fact), targets in same.items()
+    ]
+
+
+def substitutions(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each call that was made in place of one that a target lacks."""
+    made = dict.fromkeys((c.target, *pair) for c in cases for pair in c.run.substituted)
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for target, missing, done in made:
+        lacking.setdefault((missing, done), []).append(target.removeprefix("sglang "))
+    return [
+        f"No {missing} in {', '.join(targets)}; done as {done}."
+        for (missing, done), targets in lacking.items()
+    ]
+
+
+def _facts(case: Case) -> list[str]:
+    run = case.run
+    facts = [*run.unmet]
+    if run.raised:
+        facts.append(f"step {run.failed_at} {case.verdict}: {run.raised}")
+    if run.audit.violations:
+        told = "; ".join(tell(violation) for violation in run.audit.violations)
+        facts.append(
+            told if run.raised or not run.failed_at else f"from step {run.failed_at}: {told}"
+        )
+    if run.repeats > 1:
+        lost = (case.physical - case.mapped) / run.repeats
+        facts.append(f"SWA pages lost a round: {lost:g}, over {run.repeats} rounds")
+    if run.starved:
+        facts.append(f"the pool ran dry in round {run.repeats}")
+    if facts and case.known and case.as_declared:
+        facts[-1] += f" ({case.known})"
+    return facts
+
+
+def tell(violation: Violation) -> str:
+    """Return a violation as a piece of a sentence."""
+    pages = numbers(violation.pages)
+    plural = "s" if len(violation.pages) > 1 else ""
+    verb = "" if plural else "s"
+    pool = {"swa": "SWA", "full": "full"}.get(violation.pool or "", "")
+    match violation.kind, violation.owner:
+        case "lost", owner:
+            return f"{owner} lost the SWA side of its page{plural} {pages}"
+        case "stale", None:
+            return f"stale: full page{plural} {pages} of nobody's still map{verb}"
+        case "stale", owner:
+            return f"stale: {owner}'s page{plural} {pages} still map{verb}"
+        case "misaligned", owner:
+            return f"misaligned: {owner}'s page{plural} {pages}"
+        case "leak", _:
+            return f"{pool} page{plural} {pages} leaked"
+        case "dangling", _:
+            return f"dangling: {pool} page{plural} {pages} in use and in the free list"
+        case "double-free", _:
+            return f"{pool} page{plural} {pages} twice in the free list"
+        case "reserved", _:
+            return f"reserved {pool} page{plural} {pages} in the free list"
+        case _:
+            return f"{violation.kind}: {pool} page{plural} {pages}"
+
+
+def listed_sizes(cases: Sequence[Case]) -> str:
+    """Return the page sizes of cases, each once: ``1, 4``."""
+    return ", ".join(dict.fromkeys(str(case.page_size) for case in cases))
+
+
+def numbers(pages: Sequence[int], most: int = 6) -> str:
+    """Return ``1, 2``, and of a long list the first ones and ``and 9 more``."""
+    more = f" and {len(pages) - most} more" if len(pages) > most else ""
+    return ", ".join(map(str, pages[:most])) + more

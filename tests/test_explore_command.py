@@ -1,0 +1,150 @@
+"""`swaleak explore`: exit codes, the report, what is recognised, and the line while it runs."""
+
+import io
+import json
+
+import pytest
+
+from swaleak.report import explore as explore_reports
+from swaleak.report.progress import ProgressLine
+from swaleak.script import catalogue as scenarios
+from swaleak.script import ops
+from swaleak.search.explore import Explorer, Progress
+from swaleak.search.fuzz import Fuzzer
+from swaleak.search.shrink import renamed
+from swaleak.search.witness import described_by
+
+
+def test_the_catalogue_recognises_its_own():
+    catalogue = scenarios.catalogue()
+    told = {s.name: described_by(renamed(s.steps), catalogue) for s in catalogue}
+    assert told == {name: name for name in told}
+
+
+def test_the_catalogue_recognises_another_order_of_allocation_without_bystander():
+    steps = (
+        ops.Alloc("b"),
+        ops.Alloc("a"),
+        ops.Group("begin"),
+        ops.FreeSwa("a"),
+        ops.Recover("a", "b"),
+        ops.Group("end"),
+    )
+    told = [described_by(s, scenarios.catalogue()) for s in (steps, steps[:-1])]
+    assert told == ["tombstone-recovery", None]
+
+
+ON = ("explore", "--on", "builtin", "--depth", "6")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ((), 1),
+        (("-s", "barrier"), 0),
+        (("-s", "enqueue", "--contract", "latent", "--page-size", "1", "--page-size", "4"), 0),
+        (("-s", "deferred", "--shard", "1/2"), 1),
+        (("--random", "--steps", "50", "--seed", "3"), 1),
+        (("--random", "--steps", "50", "-s", "eager", "--scripts", "5", "--shard", "2/2"), 0),
+    ],
+)
+def test_exit_codes(cli, arguments, code):
+    answer = cli(*ON, *arguments)
+    assert (answer.code, answer.err) == (code, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--shard", "3/2"), "--shard 3/2: must be I/N"),
+        (("--shard", "x"), "--shard x: must be I/N"),
+        (("--save", "found.json"), "a scenario is a .toml file"),
+        (("--save", "/nowhere/found.toml"), "there is no folder /nowhere"),
+        (("-s", "shipped"), "the built-in model ships nothing"),
+        (("-s", "bariier"), "did you mean 'barrier'?"),
+        (("--page-size", "0"), "page size 0: must be from 1 to 4096"),
+        (("--contract", "loose"), "'loose'"),
+        (("--nodes", "0"), "--nodes"),
+    ],
+)
+def test_bad_usage_is_one_line(cli, arguments, said):
+    answer = cli(*ON, *arguments)
+    assert (answer.code, answer.out, answer.err.count("\n"), said in answer.err) == (2, "", 1, True)
+
+
+def test_a_saved_failure_replays_as_declared(cli, tmp_path):
+    saved = tmp_path / "found.toml"
+    assert cli(*ON, "--page-size", 4, "--save", saved).code == 1
+    answer = cli("repro", saved, "--on", "builtin", "--format", "json")
+    verdicts = {r["strategy"]: r["verdict"] for r in json.loads(answer.out)["results"]}
+    clean = dict.fromkeys(("eager", "enqueue", "barrier"), "clean")
+    assert (answer.code, verdicts) == (0, clean | {"deferred": "leak"})
+
+
+def test_json(cli):
+    told = json.loads(cli(*ON, "--format", "json").out)
+    [result] = told["results"]
+    [failure] = result["failures"]
+    last = failure["steps"][-1]
+    assert (
+        told["ok"],
+        result["depth"],
+        failure["verdict"],
+        failure["scenario"],
+        last["owners"],
+        [violation["kind"] for violation in last["violations"]],
+    ) == (
+        False,
+        5,
+        "leak",
+        "tombstone-recovery",
+        {"n1": {"full": [1], "swa": [2]}},
+        ["leak", "lost"],
+    )
+
+
+def test_many_failures_are_counted_and_the_json_has_all(cli, monkeypatch):
+    monkeypatch.setattr(explore_reports, "SHOWN", 2)
+    call = (*ON, "--contract", "latent", "--all")
+    table = cli(*call).out
+    failures = len(json.loads(cli(*call, "-f", "json").out)["results"][0]["failures"])
+    said = f"{failures - 2} of {failures} failures not shown; -f json prints all"
+    assert (failures > 3, table.count("fails after"), said in table) == (True, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("search", "arguments"), [(Explorer, ()), (Fuzzer, ("--random", "--steps", "20"))]
+)
+def test_interrupted_says_what_was_covered(cli, monkeypatch, search, arguments):
+    whole = search.run
+
+    def interrupted(self):
+        progress = whole(self)
+        yield next(progress)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "run", interrupted)
+    answer = cli(*ON, "-s", "eager", *arguments, "--format", "json")
+    [result] = json.loads(answer.out)["results"]
+    tried = result.get("transitions") or result.get("operations")
+    covered = (result["interrupted"], tried > 0)
+    assert (answer.code, answer.err, covered) == (130, "", (True, True))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "written"),
+    [
+        (io.StringIO(), ""),
+        (Terminal(), "\r\x1b[2Kdepth 3: 10 states, 20 transitions, 10/s\r\x1b[2K"),
+    ],
+)
+def test_progress_line(file, written):
+    with ProgressLine(file) as line:
+        line.show(Progress(10, 20, 3, 2.0))
+        line.show(Progress(11, 22, 3, 2.0))  # too soon after the other
+    assert file.getvalue() == written

@@ -1,0 +1,64 @@
+"""A long failing script becomes a short one, and keeps what it fails by."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swaleak.script import ops
+from swaleak.script.ops import Part, describe
+from swaleak.search.shrink import renamed, shrink
+
+
+def words(script):
+    return " | ".join(map(describe, script))
+
+
+def keys(script):
+    return [op.key for op in script]
+
+
+LONG = (
+    ops.Alloc("a", 3),
+    ops.Alloc("b"),
+    ops.Group("begin"),
+    ops.Free("b"),
+    ops.FreeSwa("a", Part("pages", 0, 1)),
+    ops.Group("end"),
+    ops.Extend("c", 5),
+    ops.Decode("c"),
+    ops.Free("c"),
+    ops.FreeFull("a", Part("pages", 0, 1)),
+)
+
+
+@pytest.mark.parametrize(
+    ("fails", "left"),
+    [
+        (lambda s: "free_full" in keys(s), "free_full n1"),
+        (lambda s: "decode" in keys(s) and "extend" in keys(s), "extend n1, 1 tokens | decode n1"),
+        (lambda s: keys(s).count("group") == 2, "group begin | group end"),
+        (lambda s: sum(getattr(op, "pages", 0) for op in s) >= 2, "alloc n1, 2 pages"),
+        (lambda s: len(s) >= 3, "alloc n1 | alloc n2 | group begin"),
+        (lambda s: s[-1:] == LONG[-1:], "free_full n1, pages 0:1"),
+    ],
+)
+def test_shrink(fails, left):
+    assert words(shrink(LONG, fails)) == left
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sets(st.integers(0, len(LONG) - 1), min_size=1))
+def test_shrink_keeps_what_is_needed_and_nothing_else(needed):
+    wanted = [LONG[i].key for i in sorted(needed)]
+
+    def fails(script):
+        rest = iter(keys(script))
+        return all(key in rest for key in wanted)  # in this order
+
+    assert keys(shrink(LONG, fails)) == wanted
+
+
+def test_names_in_order_of_allocation_and_a_used_name_is_a_new_node():
+    script = [ops.Alloc("x"), ops.Alloc("a"), ops.Free("x"), ops.Alloc("x"), ops.Recover("a", "x")]
+    told = "alloc n1 | alloc n2 | free n1 | alloc n3 | recover n2 from n3"
+    assert words(renamed(script)) == told
