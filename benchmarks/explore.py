@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from swaleak.check.audit import audit
-from swaleak.check.replay import Player
+from swaleak.check.player import Player
 from swaleak.search.explore import Explorer, room
 from swaleak.search.legal import Rules, legal
 from swaleak.search.stage import Stage, queue_kinds

@@ -20,7 +20,7 @@ import pytest
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check.replay import Player
+from swaleak.check.player import Player
 from swaleak.cli import main
 from swaleak.errors import SwaleakError
 from swaleak.script import catalogue as scenarios

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check.replay import Starved
+from swaleak.check.player import Starved
 from swaleak.errors import ScriptError, TargetError
 from swaleak.script import ops
 from swaleak.script.ops import Part, describe

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from swaleak.check.audit import audit
-from swaleak.check.replay import Player
+from swaleak.check.player import Player
 from swaleak.search.explore import Explorer
 from swaleak.search.legal import Rules, legal
 from swaleak.target import Builtin, Sizes

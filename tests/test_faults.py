@@ -22,7 +22,7 @@ from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check import case
 from swaleak.check.follow import follow
-from swaleak.check.replay import Player
+from swaleak.check.player import Player
 from swaleak.errors import ScriptError, TargetError
 from swaleak.report.catalogue import list_report, show_report
 from swaleak.report.files import FORMATS, STALE, write, write_text

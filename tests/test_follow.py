@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -14,13 +15,14 @@ from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check import names
 from swaleak.check.follow import Followed, _parted, follow
-from swaleak.check.replay import Player, replay
+from swaleak.check.player import Player
+from swaleak.check.replay import replay
 from swaleak.script import ops
 from swaleak.script.ops import Op
 from swaleak.script.trace import Header, Line, TraceReader
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin
+from swaleak.target import Builtin, Sizes
 from tests.test_property import SIZES, scripts
 
 BUILTIN = Builtin("cpu")
@@ -91,3 +93,94 @@ END = Line(5, "end", {"physical": 0, "mapped": 0})
 def test_slots_for_a_load_that_never_came_are_nobodys_when_they_are_given_back() -> None:
     seen = follow([*HICACHE, GONE, END], lambda sizes: BUILTIN.make("barrier", sizes))
     assert (seen.verdict, seen.differ, seen.last.physical, seen.last.mapped) == ("clean", 0, 0, 0)
+
+
+def tampered(tamper: Callable[[HybridAllocator], None]) -> Followed:
+    """Two nodes of one page each, 1 and 2; somebody has tampered when a group ends."""
+
+    class Tampered(HybridAllocator):
+        def free_group_end(self) -> None:
+            super().free_group_end()
+            tamper(self)
+
+    def make(sizes: Sizes) -> Driver:
+        slots = sizes.full_pages * sizes.page_size
+        return Driver(Tampered(slots, slots, sizes.page_size, "cpu", STRATEGIES["barrier"]))
+
+    node, other = ({"full": first, "swa": first, "n": 4} for first in (1, 5))
+    trace = [Line(2, "alloc_both", node), Line(3, "alloc_both", other), Line(4, "begin", {})]
+    return follow([Header(4, 4, 4), *trace, Line(5, "end", {"physical": 2, "mapped": 2})], make)
+
+
+def list_(pool: str, pages: list[int]) -> Callable[[HybridAllocator], None]:
+    def tamper(allocator: HybridAllocator) -> None:
+        getattr(allocator, f"{pool}_attn_allocator").free_pages = torch.tensor(pages)
+
+    return tamper
+
+
+def write(slot: int, peer: int) -> Callable[[HybridAllocator], None]:
+    def tamper(allocator: HybridAllocator) -> None:
+        allocator.full_to_swa_index_mapping[slot] = peer
+
+    return tamper
+
+
+TAMPERED = [
+    (list_("swa", [3, 4]), 2, 2, []),
+    (list_("full", [4, 3]), 2, 2, []),
+    (list_("swa", [4]), 3, 2, [("leak", "swa", (3,))]),
+    (list_("full", [4]), 2, 2, [("leak", "full", (3,))]),
+    (list_("swa", [1, 3, 4]), 1, 2, [("dangling", "swa", (1,))]),
+    (list_("full", [1, 3, 4]), 2, 2, [("dangling", "full", (1,))]),
+    (list_("swa", [3, 4, 3]), 2, 2, [("double-free", "swa", (3,))]),
+    (list_("full", [3, 4, 0]), 2, 2, [("reserved", "full", (0,))]),
+    (list_("full", [3, 4, -1]), 2, 2, [("reserved", "full", (-1,))]),
+    (list_("swa", [3, 4, 10**12]), 2, 2, [("reserved", "swa", (10**12,))]),
+    (write(4, 0), 2, 2, [("lost", "full", (1,))]),
+    (write(4, 8), 2, 2, [("lost", "full", (1,)), ("stale", "full", (1,))]),
+    (write(12, 8), 2, 2, [("stale", "full", (3,))]),
+    (write(12, -5), 2, 2, [("stale", "full", (3,))]),
+    (write(12, 10**12), 2, 2, [("stale", "full", (3,))]),
+    (write(12, 13), 2, 3, [("stale", "full", (3,)), ("dangling", "swa", (3,))]),
+]
+
+
+@pytest.mark.parametrize(("tamper", "physical", "mapped", "found"), TAMPERED)
+def test_whatever_is_tampered_with_is_told(
+    tamper: Callable[[HybridAllocator], None],
+    physical: int,
+    mapped: int,
+    found: list[tuple[str, str, tuple[int, ...]]],
+) -> None:
+    seen = tampered(tamper)
+    assert seen.raised is None
+    assert seen.last is not None
+    assert (seen.last.physical, seen.last.mapped) == (physical, mapped)
+    assert [(v.kind, v.pool, v.pages) for v in seen.last.violations] == found
+
+
+def test_a_state_that_cannot_be_read_is_an_error() -> None:
+    seen = tampered(lambda allocator: delattr(allocator.swa_attn_allocator, "free_pages"))
+    assert (seen.verdict, seen.raised) == (
+        "error",
+        (5, "AttributeError: 'PagePool' object has no attribute 'free_pages'"),
+    )
+
+
+def test_a_long_list_of_pages_is_told_whole() -> None:
+    def tamper(allocator: HybridAllocator) -> None:
+        allocator.swa_attn_allocator.free_pages = torch.arange(0)
+
+    class Tampered(HybridAllocator):
+        def free_group_end(self) -> None:
+            super().free_group_end()
+            tamper(self)
+
+    def make(sizes: Sizes) -> Driver:
+        return Driver(Tampered(100, 100, 1, "cpu", STRATEGIES["barrier"]))
+
+    end = Line(3, "end", {"physical": 0, "mapped": 0})
+    seen = follow([Header(1, 100, 100), Line(2, "begin", {}), end], make)
+    assert seen.last is not None
+    assert [v.pages for v in seen.last.violations] == [tuple(range(1, 101))]

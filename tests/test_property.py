@@ -6,7 +6,8 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from swaleak.check.replay import Player, Run, replay
+from swaleak.check.player import Player
+from swaleak.check.replay import Run, replay
 from swaleak.errors import ScriptError
 from swaleak.script import ops
 from swaleak.script.ops import Op, Part

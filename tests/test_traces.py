@@ -13,7 +13,7 @@ from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
 from swaleak.check.follow import follow
-from swaleak.check.replay import Player
+from swaleak.check.player import Player
 from swaleak.errors import ScriptError, UsageError
 from swaleak.script import catalogue as scenarios
 from swaleak.script import ops

@@ -10,7 +10,7 @@ from torch import Tensor
 from swaleak.allocator.mapping import plain
 from swaleak.bench.cases import Settings, Shape
 from swaleak.bench.contestant import Contestant
-from swaleak.check.replay import Player
+from swaleak.check.player import Player
 from swaleak.errors import UsageError
 from swaleak.script import ops
 from swaleak.script.ops import Op

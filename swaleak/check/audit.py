@@ -7,6 +7,7 @@ the host, as many as are in use, however large the pools are; ``audit`` is plain
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from swaleak.allocator.state import State
 from swaleak.check.ledger import Ledger
+from swaleak.script.scenario import KINDS
+from swaleak.words import numbers
+
+Add = Callable[..., None]  # kind, page, pool, owner
 
 
 class Audited(Protocol):
@@ -34,7 +39,7 @@ class Violation:
     owner: str | None = None
 
     def __str__(self) -> str:
-        pages = f"page{'s' if len(self.pages) > 1 else ''} {_enumerate(self.pages)}"
+        pages = f"page{'s' if len(self.pages) > 1 else ''} {numbers(self.pages)}"
         where = f"{self.owner}'s" if self.owner else str(self.pool)
         return f"{self.kind}: {where} {pages}"
 
@@ -124,55 +129,53 @@ def judge(reading: Reading, ledger: Ledger) -> list[Violation]:
     def add(kind: str, page: int, pool: str | None = None, owner: str | None = None) -> None:
         found.setdefault((kind, pool, owner), []).append(page)
 
-    unclaimed = dict(reading.peers)
-    full_owned: set[int] = set()
-    for nodes, owns_full in ((ledger.nodes, True), (ledger.ghosts, False)):
-        for name, node in nodes.items():
-            if owns_full:
-                full_owned.update(node.full)
-            left = node.slots
-            for i, (full, swa) in enumerate(zip(node.full, node.swa, strict=True)):
-                there = unclaimed.pop(full, None)
-                slots = min(left, ledger.page_size)
-                left -= slots
-                if there is None:
-                    if swa is not None:
-                        add("lost", i, owner=name)
-                elif there[0] < 0:
-                    add("misaligned" if swa is not None else "stale", i, owner=name)
-                elif swa is None:
-                    add("stale", i, owner=name)
-                elif there != (swa, slots):
-                    add("lost", i, owner=name)
-                    add("stale", i, owner=name)
-    for full in unclaimed:
-        add("stale", full, pool="full")
-
-    for page in sorted(reading.swa.held - reading.pointed):
-        add("leak", page, pool="swa")
-    for page in sorted(reading.full.held - full_owned):
-        add("leak", page, pool="full")
-    for page in sorted(reading.pointed - reading.swa.held):
-        add("dangling", page, pool="swa")
-    for page in sorted(full_owned - reading.full.held):
-        add("dangling", page, pool="full")
+    _judge_nodes(reading, ledger, add)
+    full_owned = {page for node in ledger.nodes.values() for page in node.full}
+    _judge_pool("swa", reading.swa, reading.pointed, add)
+    _judge_pool("full", reading.full, full_owned, add)
     sharers = Counter(swa for swa, _ in reading.peers.values() if swa >= 0)
     sharers.update(swa for pages in reading.ragged.values() for swa in pages)
     for page in sorted(page for page, owners in sharers.items() if owners > 1):
-        add("shared", page, pool="swa")
-    for pool, free in (("swa", reading.swa), ("full", reading.full)):
-        for page in free.twice:
-            add("double-free", page, pool=pool)
-        for page in free.reserved:
-            add("reserved", page, pool=pool)
-    order = {kind: i for i, kind in enumerate(_ORDER)}
+        add("shared", page, "swa")
     return [
         Violation(kind, tuple(pages), pool, owner)
-        for (kind, pool, owner), pages in sorted(found.items(), key=lambda item: order[item[0][0]])
+        for (kind, pool, owner), pages in sorted(found.items(), key=lambda f: KINDS.index(f[0][0]))
     ]
 
 
-_ORDER = ("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned")
+def _judge_nodes(reading: Reading, ledger: Ledger, add: Add) -> None:
+    """Hold what full pages map to against what their owners should have."""
+    unclaimed = dict(reading.peers)
+    for name, node in (*ledger.nodes.items(), *ledger.ghosts.items()):
+        left = node.slots
+        for i, (full, swa) in enumerate(zip(node.full, node.swa, strict=True)):
+            there = unclaimed.pop(full, None)
+            slots = min(left, ledger.page_size)
+            left -= slots
+            if there is None:
+                if swa is not None:
+                    add("lost", i, owner=name)
+            elif there[0] < 0:
+                add("misaligned" if swa is not None else "stale", i, owner=name)
+            elif swa is None:
+                add("stale", i, owner=name)
+            elif there != (swa, slots):
+                add("lost", i, owner=name)
+                add("stale", i, owner=name)
+    for full in unclaimed:
+        add("stale", full, "full")
+
+
+def _judge_pool(pool: str, listed: FreeList, used: set[int], add: Add) -> None:
+    """Hold a free list against the pages that are somebody's."""
+    for kind, pages in (
+        ("leak", sorted(listed.held - used)),
+        ("dangling", sorted(used - listed.held)),
+        ("double-free", listed.twice),
+        ("reserved", listed.reserved),
+    ):
+        for page in pages:
+            add(kind, page, pool)
 
 
 def _peers_of_lists(
@@ -294,8 +297,3 @@ def _free_list_of_times(times: Tensor, free: Tensor) -> FreeList:
         (inside.gt(1).nonzero().reshape(-1) + 1).tolist(),
         sorted(reserved),
     )
-
-
-def _enumerate(pages: tuple[int, ...], most: int = 6) -> str:
-    shown = ", ".join(str(page) for page in pages[:most])
-    return shown + (f" and {len(pages) - most} more" if len(pages) > most else "")

@@ -23,7 +23,6 @@ from swaleak.script.trace import FREES, HANDS_OUT, Header, Line, TraceReader
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Sizes
 
-MOST_NAMED = 16  # pages that a violation lists
 SWA_FREES = frozenset({"free_swa", "free_swa_segment"})  # the full side keeps its owner
 FULL_FREES = frozenset({"free_full", "free_full_segment"})  # the SWA side stays mapped
 
@@ -87,6 +86,8 @@ def follow(
         followed.calls += 1
         try:
             follower.calls[item.op](item.op, item.data)
+            if item.op == "end":
+                _judge(follower, item, followed)
         except ScriptError as error:
             file = f"{trace.path}: " if isinstance(trace, TraceReader) else ""
             raise ScriptError(f"{file}line {item.number}: {error}") from None
@@ -96,10 +97,8 @@ def follow(
         except RAISED as error:  # whatever SGLang's code raises is a result, not a crash
             followed.raised = (item.number, told(error))
             break
-        if item.op == "end":
-            _judge(follower, item, followed)
-            if until(followed):
-                break
+        if item.op == "end" and until(followed):
+            break
     return followed
 
 
@@ -249,11 +248,9 @@ class _Follower:
             return pages, pages, ()
         mapped = pointed > 0  # or taken for later: HiCache is loading into them
         if not as_wanted:
-            mapped = torch.zeros_like(mapped)
-            for slots in (mapping, *self.ledger.taken_for_later()):
-                mapped[slots // self.size] = True
-            mapped[0] = True
-        return _differences(state, mapping, want, mapped, owned)
+            slots = torch.cat((mapping, *self.ledger.taken_for_later()))
+            mapped = _marks(slots[slots > 0] // self.size, state.swa_pages)
+        return _differences(state, mapping, want, mapped, owned > 0)
 
 
 def _parted(uses: Tensor, free: Tensor) -> bool:
@@ -270,39 +267,45 @@ def _parted(uses: Tensor, free: Tensor) -> bool:
 def _differences(
     state: State, mapping: Tensor, want: Tensor, mapped: Tensor, owned: Tensor
 ) -> tuple[int, int, tuple[Violation, ...]]:
+    """Return counts and violations. ``mapped``, ``owned``: bool[pages + 1], pages in use."""
     size = state.page_size
-    free = torch.zeros(state.swa_pages + 1, dtype=torch.bool)
-    inside = state.swa_free[(state.swa_free > 0) & (state.swa_free <= state.swa_pages)].cpu()
-    free[inside] = True
-    free[0] = True
-    held = state.full_pages - len(torch.unique(state.full_free))
-    found = (
-        _pages("leak", "swa", (~mapped & ~free).nonzero()),
-        _pages("leak", "full", torch.zeros(max(0, held - int(owned[1:].sum())))),
-        _pages("lost", "full", torch.unique(((want > 0) & (mapping != want)).nonzero() // size)),
-        _pages(
-            "stale", "full", torch.unique(((mapping > 0) & (mapping != want)).nonzero() // size)
+    swa_free = _marks(state.swa_free, state.swa_pages)
+    full_free = _marks(state.full_free, state.full_pages)
+    lost, stale = (want > 0) & (mapping != want), (mapping != 0) & (mapping != want)
+    found = [
+        _pages("leak", "swa", ~mapped & ~swa_free),
+        _pages("leak", "full", ~owned & ~full_free),
+        *(
+            _violation(kind, "full", torch.unique(slots.nonzero() // size))
+            for kind, slots in (("lost", lost), ("stale", stale))
         ),
-        _pages("dangling", "swa", (mapped & free)[1:].nonzero() + 1),
-        _twice("swa", state.swa_free),
-        _twice("full", state.full_free),
-        _outside("swa", state.swa_free, state.swa_pages),
-        _outside("full", state.full_free, state.full_pages),
-    )
-    physical = state.swa_pages - int(free.sum()) + 1
-    return physical, int(mapped.sum()) - 1, tuple(v for v in found if v is not None)
+        _pages("dangling", "swa", mapped & swa_free),
+        _pages("dangling", "full", owned & full_free),
+    ]
+    for pool, free, pages in (
+        ("swa", state.swa_free, state.swa_pages),
+        ("full", state.full_free, state.full_pages),
+    ):
+        listed, times = torch.unique(free, return_counts=True)
+        found.append(_violation("double-free", pool, listed[times > 1]))
+        found.append(_violation("reserved", pool, listed[(listed < 1) | (listed > pages)]))
+    physical = state.swa_pages - int(swa_free.sum())
+    return physical, int(mapped[1:].sum()), tuple(v for v in found if v is not None)
 
 
-def _twice(pool: str, free: Tensor) -> Violation | None:
-    pages, times = torch.unique(free, return_counts=True)
-    return _pages("double-free", pool, pages[times > 1])
+def _marks(named: Tensor, pages: int) -> Tensor:
+    """Return bool[pages + 1] on the host: which pages are named, int64[n]."""
+    marks = torch.zeros(pages + 1, dtype=torch.bool)
+    marks[named[(named > 0) & (named <= pages)].cpu()] = True
+    return marks
 
 
-def _outside(pool: str, free: Tensor, pages: int) -> Violation | None:
-    return _pages("reserved", pool, torch.unique(free[(free < 1) | (free > pages)]))
+def _pages(kind: str, pool: str, marks: Tensor) -> Violation | None:
+    """Return a violation of the pages that are marked, bool[pages + 1]; page 0 is padding."""
+    return _violation(kind, pool, marks[1:].nonzero() + 1)
 
 
-def _pages(kind: str, pool: str, pages: Tensor) -> Violation | None:
+def _violation(kind: str, pool: str, pages: Tensor) -> Violation | None:
     if not len(pages):
         return None
-    return Violation(kind, tuple(pages.reshape(-1)[:MOST_NAMED].long().tolist()), pool)
+    return Violation(kind, tuple(pages.reshape(-1).tolist()), pool)

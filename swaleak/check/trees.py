@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from swaleak.check.audit import Audit, Reading, audit_of, read
+from swaleak.check.audit import Reading, audit_of, read
 from swaleak.check.case import Case, sizes_for
 from swaleak.check.ledger import Ledger, Node
 from swaleak.check.picture import picture
-from swaleak.check.replay import Run, Step
+from swaleak.check.replay import Run, Step, unmet
 from swaleak.errors import RAISED, ScriptError, told
 from swaleak.script.ops import Expect
 from swaleak.script.scenario import Outcome
@@ -69,7 +69,7 @@ def _case(
 def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:
     """Play all steps, drop the locks, let the cache check itself."""
     steps: list[Step] = []
-    unmet: list[str] = []
+    missed: list[str] = []
     failed_at: int | None = None
     reading, ledger = _look(tree)
     seen = audit_of(reading, ledger)
@@ -78,7 +78,7 @@ def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:
     try:
         for number, step in enumerate(scenario.steps, start=1):
             if isinstance(step, Expect):
-                unmet += _unmet(number, step, seen)
+                missed += unmet(number, step, seen).values()
             else:
                 tree.play(step)
                 reading, ledger = _look(tree)
@@ -103,7 +103,7 @@ def _play(scenario: TreeScenario, tree: Tree, keep_steps: bool) -> Run:
         audit=seen,
         failed_at=failed_at,
         raised=raised,
-        unmet=tuple(unmet),
+        unmet=tuple(missed),
         steps=tuple(steps),
     )
 
@@ -113,11 +113,3 @@ def _look(tree: Tree) -> tuple[Reading, Ledger]:
     nodes = {name: Node(*owned) for name, owned in tree.owners().items()}
     ledger = Ledger(tree.page_size, nodes, in_group=tree.in_group)
     return read(tree.state()), ledger
-
-
-def _unmet(number: int, step: Expect, seen: Audit) -> list[str]:
-    return [
-        f"step {number} expects {name} {wanted}, found {getattr(seen, name)}"
-        for name in ("physical", "mapped")
-        if (wanted := getattr(step, name)) not in (None, getattr(seen, name))
-    ]

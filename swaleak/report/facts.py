@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from swaleak.words import numbers
+
 if TYPE_CHECKING:
     from swaleak.check.audit import Violation
     from swaleak.check.case import Case
@@ -126,9 +128,3 @@ def tell(violation: Violation) -> str:
 def listed_sizes(cases: Sequence[Case]) -> str:
     """Return the page sizes of cases, each once: ``1, 4``."""
     return ", ".join(dict.fromkeys(str(case.page_size) for case in cases))
-
-
-def numbers(pages: Sequence[int], most: int = 6) -> str:
-    """Return ``1, 2``, and of a long list the first ones and ``and 9 more``."""
-    more = f" and {len(pages) - most} more" if len(pages) > most else ""
-    return ", ".join(map(str, pages[:most])) + more

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from swaleak.report.facts import OPEN_GROUP, numbers, tell
+from swaleak.report.facts import OPEN_GROUP, tell
 from swaleak.script import ops
 from swaleak.script.ops import describe
+from swaleak.words import numbers
 
 if TYPE_CHECKING:
     from swaleak.check.picture import Page

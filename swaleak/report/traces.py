@@ -13,6 +13,7 @@ from swaleak.report.facts import tell
 from swaleak.report.report import STYLES, About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.script.scenario import Scenario
+from swaleak.words import numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _facts(run: Replayed) -> list[str]:
 
 def _told(bad: GroupEnd) -> str:
     return "; ".join(
-        f"full page{'s' * (len(v.pages) > 1)} {', '.join(map(str, v.pages[:6]))} lost the SWA side"
+        f"full page{'s' * (len(v.pages) > 1)} {numbers(v.pages)} lost the SWA side"
         if v.kind == "lost"
         else tell(v)
         for v in bad.violations

@@ -1,6 +1,6 @@
 """The operations a script is made of, one frozen dataclass each.
 
-What each one calls on an allocator is written in ``check/replay.py``; what it means for
+What each one calls on an allocator is written in ``check/player.py``; what it means for
 ownership, in ``check/ledger.py``. Names are nodes: named owners of full slots.
 """
 

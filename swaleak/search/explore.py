@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from swaleak.check.audit import judge, read
-from swaleak.check.replay import Allocator, Run, Starved, fingerprint, is_refusal, replay
+from swaleak.check.player import Allocator, Starved
+from swaleak.check.refusal import fingerprint, is_refusal
+from swaleak.check.replay import Run, replay
 from swaleak.errors import RAISED, ScriptError, TargetError
 from swaleak.script.ops import Op
 from swaleak.search.legal import Rules, legal

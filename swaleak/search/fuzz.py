@@ -14,15 +14,9 @@ from itertools import count
 from random import Random
 
 from swaleak.check.audit import audit
-from swaleak.check.replay import (
-    Allocator,
-    Player,
-    Run,
-    Starved,
-    fingerprint,
-    is_refusal,
-    replay,
-)
+from swaleak.check.player import Allocator, Player, Starved
+from swaleak.check.refusal import fingerprint, is_refusal
+from swaleak.check.replay import Run, replay
 from swaleak.errors import RAISED, ScriptError
 from swaleak.script import ops
 from swaleak.script.ops import Op, Part

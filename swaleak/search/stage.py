@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swaleak.allocator.mapping import plain
 from swaleak.check.ledger import Node
-from swaleak.check.replay import Allocator, Player
+from swaleak.check.player import Allocator, Player
 from swaleak.errors import RAISED, TargetError
 from swaleak.script.ops import Op
 

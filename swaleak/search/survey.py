@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swaleak.check.replay import Allocator
+from swaleak.check.player import Allocator
 from swaleak.errors import UsageError
 from swaleak.script import catalogue as scenarios
 from swaleak.script.scenario import Scenario, check_page_size

@@ -10,7 +10,8 @@ from packaging.specifiers import SpecifierSet
 
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
-from swaleak.check.replay import Allocator, Player, Run, replay
+from swaleak.check.player import Allocator, Player
+from swaleak.check.replay import Run, replay
 from swaleak.errors import RAISED
 from swaleak.script import ops
 from swaleak.script.ops import Op

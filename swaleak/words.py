@@ -1,0 +1,11 @@
+"""Pieces of sentences that engines and reports both need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def numbers(pages: Sequence[int], most: int = 6) -> str:
+    """Return ``1, 2``, and of a long list the first ones and ``and 9 more``."""
+    more = f" and {len(pages) - most} more" if len(pages) > most else ""
+    return ", ".join(map(str, pages[:most])) + more
