@@ -1,17 +1,20 @@
 """How fast `swaleak explore` is, beside Hypothesis's state machine on the same rules.
 
-    python benchmarks/explore.py --on TARGET [--strategy S] [--depth N] [--examples N]
+    python -m benchmarks.explore [--on TARGET] [--strategy S] [--depth N] [--examples N] [--turns N]
 
-Both drive the same allocator by the same rules on one core. Counted are *distinct* states, up to
-renaming of nodes and pages, a second; for Hypothesis the time that telling them apart takes is
-left out. Failing states are not gone on from, by either.
+Both drive the same allocator by the same rules on one core, in turns. Counted are *distinct*
+states, up to renaming of nodes and pages, a second; for Hypothesis the time that telling them
+apart takes is left out. Failing states are not gone on from, by either.
 """
 
-import argparse
-import json
-import time
+from __future__ import annotations
 
-import torch
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,47 +24,62 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
 from swaleak.check.audit import audit
-from swaleak.check.player import Player
-from swaleak.search.explore import Explorer, room
+from swaleak.driven import start_torch
+from swaleak.search.explore import Explorer, Make, room
 from swaleak.search.legal import Rules, legal
 from swaleak.search.stage import Stage, queue_kinds
 from swaleak.search.survey import has_segments
+from swaleak.sglang.adapter import Driver
 from swaleak.target import Sizes, open_target, strategy_of
 
+TURNS = 7
+DEPTH, EXAMPLES = 8, 1000
 
-def explore(make, rules, depth):
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What one search has seen. ``bytes_per_state``: None where nobody counts."""
+
+    states: int
+    transitions: int
+    seconds: float
+    bytes_per_state: float | None = None
+
+    @property
+    def states_per_second(self) -> float:
+        return self.states / self.seconds
+
+    @property
+    def transitions_per_second(self) -> float:
+        return self.transitions / self.seconds
+
+
+def explore(make: Make, rules: Rules, depth: int) -> Searched:
     explorer = Explorer(make, rules, depth, every=True)
     for _ in explorer.run():
         pass
     covered = explorer.covered()
-    return {
-        "states": covered.states,
-        "transitions": covered.transitions,
-        "failures": len(covered.failures),
-        "seconds": round(covered.seconds, 3),
-        "transitions_per_second": round(covered.transitions / covered.seconds),
-        "states_per_second": round(covered.states / covered.seconds),
-        "bytes_per_state": round(covered.bytes_per_state),
-    }
+    return Searched(covered.states, covered.transitions, covered.seconds, covered.bytes_per_state)
 
 
-def hypothesis_machine(make, rules, depth, examples):
+def hypothesis_machine(make: Make, rules: Rules, depth: int, examples: int) -> Searched:
     pages = room(rules, depth)
     kinds = queue_kinds(make, make(1, 1).page_size)
-    seen = set()
+    seen: set[bytes] = set()
     spent = {"telling apart": 0.0, "transitions": 0}
 
     class Machine(RuleBasedStateMachine):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.stage = Stage(make(pages, pages), kinds, latent=rules.latent)
-            self.player: Player = self.stage.player
+            self.player = self.stage.player
             self.failed = False
 
         @precondition(lambda self: not self.failed)
         @rule(data=st.data())
-        def operate(self, data):
+        def operate(self, data: st.DataObject) -> None:
             op = data.draw(st.sampled_from(list(legal(self.player.ledger, rules))))
             self.player.play(op)
             self.failed = bool(audit(self.player.allocator, self.player.ledger).violations)
@@ -72,7 +90,7 @@ def hypothesis_machine(make, rules, depth, examples):
 
         @precondition(lambda self: self.failed)
         @rule()
-        def stop(self):
+        def stop(self) -> None:
             pass
 
     effort = settings(
@@ -86,38 +104,75 @@ def hypothesis_machine(make, rules, depth, examples):
     started = time.perf_counter()
     run_state_machine_as_test(Machine, settings=effort)
     seconds = time.perf_counter() - started - spent["telling apart"]
-    return {
-        "states": len(seen),
-        "transitions": spent["transitions"],
-        "seconds": round(seconds, 3),
-        "transitions_per_second": round(spent["transitions"] / seconds),
-        "states_per_second": round(len(seen) / seconds),
+    return Searched(len(seen), int(spent["transitions"]), seconds)
+
+
+def measure(
+    on: str = "0.5.18",
+    strategy: str | None = None,
+    *,
+    depth: int = DEPTH,
+    page_size: int = 1,
+    examples: int = EXAMPLES,
+    turns: int = TURNS,
+) -> Figures:
+    """Let both search, in turns. ``strategy``: None for the target's own."""
+    start_torch()  # as the command does
+    target = open_target(on, "cpu")
+    name = strategy_of(strategy or ("shipped" if target.ships else "deferred"))
+    rules = Rules(segments=has_segments(target, name))
+
+    def make(full: int, swa: int) -> Driver:
+        return target.make(name, Sizes(full, swa, page_size))
+
+    searches: dict[str, Callable[[], Searched]] = {
+        "explorer": lambda: explore(make, rules, depth),
+        "Hypothesis": lambda: hypothesis_machine(make, rules, depth, examples),
     }
+    seen = take_turns(lambda searcher: searches[searcher](), list(searches), turns)
+    ours, theirs = seen["explorer"], seen["Hypothesis"]
+
+    def row(measured: str, rate: Callable[[Searched], float]) -> Row:
+        mine, others = [rate(one) for one in ours], [rate(one) for one in theirs]
+        return Row(
+            f"`swaleak explore`: {measured} a second, more is better",
+            f"{statistics.median(mine):,.0f}",
+            "Hypothesis's state machine",
+            f"{statistics.median(others):,.0f}",
+            ratios(mine, others),
+        )
+
+    last = ours[-1]
+    return Figures(
+        (
+            row("distinct states", lambda one: one.states_per_second),
+            row("transitions", lambda one: one.transitions_per_second),
+        ),
+        f"{turns} turns, one core, {target.name}, {name}, page size {page_size}: every legal order "
+        f"of up to {depth} operations, {last.transitions:,} transitions and {last.states:,} states "
+        f"of {last.bytes_per_state:.0f} bytes; Hypothesis {theirs[-1].transitions:,} and "
+        f"{theirs[-1].states:,}; {environment()}",
+    )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--on", default="builtin")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--on", default="0.5.18")
     parser.add_argument("--strategy", default=None)
-    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=DEPTH)
     parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--examples", type=int, default=1000)
+    parser.add_argument("--examples", type=int, default=EXAMPLES)
+    parser.add_argument("--turns", type=int, default=TURNS)
     asked = parser.parse_args()
-    torch.set_num_threads(1)
-    target = open_target(asked.on, "cpu")
-    strategy = strategy_of(asked.strategy or ("shipped" if target.ships else "deferred"))
-    rules = Rules(segments=has_segments(target, strategy))
-
-    def make(full, swa):
-        return target.make(strategy, Sizes(full, swa, asked.page_size))
-
-    explore(make, rules, 5)  # the first calls of torch are slow
-    ours = explore(make, rules, asked.depth)
-    theirs = hypothesis_machine(make, rules, asked.depth, asked.examples)
-    ratio = ours["states_per_second"] / max(1, theirs["states_per_second"])
-    where = {"target": target.name, "strategy": strategy, "page_size": asked.page_size}
-    result = where | {"depth": asked.depth, "explore": ours, "hypothesis": theirs}
-    print(json.dumps(result | {"times_as_many_distinct_states": round(ratio, 1)}, indent=1))
+    figures = measure(
+        asked.on,
+        asked.strategy,
+        depth=asked.depth,
+        page_size=asked.page_size,
+        examples=asked.examples,
+        turns=asked.turns,
+    )
+    print(markdown(figures))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,25 @@
 """What the plugin costs: audit, record and fix beside SGLang as shipped, on the churn of the tests.
 
-    python benchmarks/plugin.py [--rounds N] [--requests N]
+    python -m benchmarks.plugin [--rounds N] [--requests N]
 
-Needs an installed SGLang (tests/requirements-sglang.txt). The arms take turns in one process, in
-an order that changes every round, so that a busy machine is equally unfair to all; the figure is
-the median over rounds of (arm / plain) within a round.
+Needs an installed SGLang (tests/requirements-sglang.txt). The arms take turns in one process; the
+baseline is SGLang as shipped, without the plugin.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
-import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-from churn import BATCH, PAGES, Server
-
+from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import graft
@@ -33,8 +27,11 @@ from swaleak.sglang.loader import load
 from swaleak.sglang.shims import BaseSWAKVPool
 from swaleak.sglang.source import from_installed
 from swaleak.sglang.tree import Caches
+from tests.churn import BATCH, PAGES, Server
 
 FULL, SWA, PAGE = 9_116_160, 911_616, 256  # slots; the pools of the public report
+ROUNDS, REQUESTS = 15, 2000
+PLAIN = "SGLang as shipped"
 
 
 def arms(base: type[Any], folder: str) -> dict[str, type[Any]]:
@@ -42,7 +39,7 @@ def arms(base: type[Any], folder: str) -> dict[str, type[Any]]:
         return plugin.watched_by(base, plugin.read_wish(text), None)
 
     return {
-        "plain": base,
+        PLAIN: base,
         "audit": asked("audit"),
         "record": asked(f"record:{folder}/t.jsonl"),
         "audit,record": asked(f"audit,record:{folder}/t.jsonl"),
@@ -59,23 +56,6 @@ def churn(caches: Caches, class_: type[Any], cache: str, page_size: int, request
     for _ in range(requests // BATCH):
         server.batch()
     return time.process_time() - started
-
-
-def take_turns(
-    run: Callable[[str], float], names: list[str], rounds: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds, and median ratio to the first arm, of each arm."""
-    run(names[0])  # warm up
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name in random.sample(names, len(names)):
-            seconds[name].append(run(name))
-    plain = seconds[names[0]]
-    ratios = {n: [s / p for s, p in zip(seconds[n], plain, strict=True)] for n in names}
-    return (
-        {n: statistics.median(s) for n, s in seconds.items()},
-        {n: statistics.median(r) for n, r in ratios.items()},
-    )
 
 
 def production_group(class_: type[Any]) -> Callable[[], float]:
@@ -105,49 +85,82 @@ def production_group(class_: type[Any]) -> Callable[[], float]:
     return group
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--requests", type=int, default=2000)
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("swaleak").setLevel(logging.CRITICAL)  # the churn leaks, as it should
+def kinds_of_churn(rounds: int, requests: int, folder: str) -> tuple[list[Row], list[Row]]:
+    """Return the churn of both caches at two page sizes, all four together and each alone."""
     caches = Caches("cpu")
     base = caches.allocator
-    print(f"torch {torch.__version__}, SGLang {from_installed().version}, one thread, CPU time\n")
-    print("| churn | arm | ms a group | to plain |\n|---|---|--:|--:|")
+    classes = arms(base, folder)
+    groups = requests // BATCH
+    whole = {name: [0.0] * rounds for name in classes}
+    each: list[Row] = []
+    for cache in ("swa", "unified"):
+        for page_size in (1, 4):
+
+            def run(name: str, cache: str = cache, page_size: int = page_size) -> float:
+                return churn(caches, classes[name], cache, page_size, requests)
+
+            seen = take_turns(run, list(classes), rounds)
+            for name, seconds in seen.items():
+                whole[name] = [a + b for a, b in zip(whole[name], seconds, strict=True)]
+            each += rows_of(f"in the {cache} cache, page size {page_size}", seen, groups)
+    caches.allocator = base
+    return rows_of("in the churn of the tests", whole, 4 * groups), each
+
+
+def production(rounds: int, folder: str) -> list[Row]:
+    """Return what one group costs on pools of production size."""
+    classes = arms(load(from_installed(), "cpu"), folder)
+    groups = {name: production_group(class_) for name, class_ in classes.items()}
+    seen = take_turns(lambda name: groups[name](), list(groups), rounds)
+    return rows_of("on production pools", seen, 1)
+
+
+def rows_of(what: str, seen: dict[str, list[float]], groups: int) -> list[Row]:
+    """Return each arm beside the first. ``seen``: CPU seconds of so many groups, one a turn."""
+    [(plain, base), *others] = seen.items()
+
+    def each(seconds: list[float]) -> str:
+        return f"{statistics.median(seconds) / groups * 1e3:.3f} ms"
+
+    return [
+        Row(
+            f"`SWALEAK={name}`: a group {what}",
+            each(seconds),
+            plain,
+            each(base),
+            ratios(seconds, base),
+        )
+        for name, seconds in others
+    ]
+
+
+def measure(rounds: int = ROUNDS, requests: int = REQUESTS) -> Figures:
+    """Measure all arms on the churn, then on pools of production size."""
+    torch.set_num_threads(1)
+    logging.getLogger("swaleak").setLevel(logging.CRITICAL)  # the churn leaks, as it should
     with tempfile.TemporaryDirectory() as folder:
-        whole: dict[str, float] = {}
-        for cache in ("swa", "unified"):
-            for page_size in (1, 4):
-                classes = arms(base, folder)
-                seconds, ratios = take_turns(
-                    lambda n: churn(caches, classes[n], cache, page_size, asked.requests),  # noqa: B023
-                    list(classes),
-                    asked.rounds,
-                )
-                for name, spent in seconds.items():
-                    whole[name] = whole.get(name, 0) + spent
-                    ms = spent / (asked.requests // BATCH) * 1e3
-                    extra = f"{(ratios[name] - 1) * 100:+.1f} %"
-                    print(f"| {cache}, page {page_size} | {name} | {ms:.3f} | {extra} |")
-        for name, spent in whole.items():
-            ms = spent / (asked.requests // BATCH) / 4 * 1e3
-            extra = f"{(spent / whole['plain'] - 1) * 100:+.1f} %"
-            print(f"| **both caches, both sizes** | {name} | {ms:.3f} | {extra} |")
-        caches.allocator = base
-        print(f"\nfull {FULL:,}, SWA {SWA:,} slots, page {PAGE}: 8 requests of 32 pages a group\n")
-        print("| arm | ms a group | more than plain |\n|---|--:|--:|")
-        groups = {
-            n: production_group(c) for n, c in arms(load(from_installed(), "cpu"), folder).items()
-        }
-        seconds, _ = take_turns(lambda n: groups[n](), list(groups), asked.rounds * 10)
-        for name, spent in seconds.items():
-            more = (spent - seconds["plain"]) * 1e3
-            print(f"| {name} | {spent * 1e3:.3f} | {more:+.3f} ms |")
+        whole, each = kinds_of_churn(rounds, requests, folder)
+        large = production(rounds * 10, folder)
     started = time.perf_counter()
     plugin.activate()
-    print(f"\ninstalled and not asked for: {(time.perf_counter() - started) * 1e6:.1f} us at start")
+    idle = (time.perf_counter() - started) * 1e6
+    note = (
+        f"{rounds} turns of {requests} requests through each of two caches at two page sizes, "
+        f"{rounds * 10} turns of a group on {FULL:,} full and {SWA:,} SWA slots, page size "
+        f"{PAGE}; CPU time of one thread; installed and not asked for, it takes {idle:.0f} us at "
+        f"start; SGLang {from_installed().version}, {environment()}"
+    )
+    return Figures((*whole, *large), note, tuple(each))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--json", action="store_true", help="for benchmarks.run")
+    asked = parser.parse_args()
+    figures = measure(asked.rounds, asked.requests)
+    print(json.dumps(figures.as_data()) if asked.json else markdown(figures))
 
 
 if __name__ == "__main__":

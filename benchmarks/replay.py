@@ -1,6 +1,6 @@
 """What following a trace costs beside its calls made bare, and whether its memory stays flat.
 
-    python benchmarks/replay.py [--calls N] [--page-size P]... [--decode N]... [--pages N]
+    python -m benchmarks.replay [--calls N] [--page-size P]... [--decode N]... [--pages N]
 
 Makes a trace of N calls for the built-in model: eight requests at a time are admitted, grow by
 ``--decode`` tokens each, and end in a free group, where most have freed their SWA head and some
@@ -40,6 +40,8 @@ from swaleak.sglang.adapter import Driver
 from swaleak.target import Builtin, Sizes
 
 REQUESTS = 8  # a group
+MOST_PAGES = 8  # of a prompt
+PAGES = 512
 TURN = 100  # calls that are made bare, then followed
 
 
@@ -58,10 +60,9 @@ class Request:
 class Requests:
     """Writes the lines of requests. Never more than the pools hold."""
 
-    def __init__(self, writer: TraceWriter, page_size: int, most_pages: int, decode: int) -> None:
+    def __init__(self, writer: TraceWriter, page_size: int, decode: int) -> None:
         self.writer = writer
         self.size = page_size
-        self.most = most_pages
         self.decode = decode
         self.rng = random.Random(0)
         self.next = 1
@@ -73,7 +74,7 @@ class Requests:
         """Admit eight requests and let them grow; the eight before them end in a free group."""
         ending, self.running = self.running, []
         for _ in range(REQUESTS):
-            self.running.append(self.admit(self.rng.randint(1, self.most)))
+            self.running.append(self.admit(self.rng.randint(1, MOST_PAGES)))
         for _ in range(self.decode):
             self.grow()
         self.write("begin", {})
@@ -125,10 +126,10 @@ class Requests:
         self.lines += 1
 
 
-def make_trace(folder: Path, sizes: Sizes, calls: int, most_pages: int, decode: int) -> Path:
+def make_trace(folder: Path, sizes: Sizes, calls: int, decode: int) -> Path:
     writer = TraceWriter(str(folder / f"{calls}.jsonl"))
     writer.start(Header(sizes.page_size, sizes.full_pages, sizes.swa_pages))
-    requests = Requests(writer, sizes.page_size, most_pages, decode)
+    requests = Requests(writer, sizes.page_size, decode)
     while requests.lines < calls:
         requests.group()
     writer.file.close()
@@ -268,30 +269,36 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def measured(
+    page_size: int, decode: int, calls: int, pages: int = PAGES, strategy: str = "barrier"
+) -> Measured:
+    """Make a trace and measure it. Raises ``RuntimeError`` if it does not come out clean."""
+    target = Builtin("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_trace(Path(folder), Sizes(pages, pages, page_size), calls, decode)
+        most = 4 * REQUESTS + 2 * decode
+        seen = Measured(path, partial(target.make, strategy), calls // 10, most)
+    if (seen.followed.verdict, seen.followed.differ) != ("clean", 0):
+        raise RuntimeError(f"a healthy trace came out {seen.followed.verdict}")
+    return seen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--page-size", type=int, action="append", help="by default 1, 4 and 256")
     parser.add_argument("--decode", type=int, action="append", help="by default 0 and 16")
-    parser.add_argument("--pages", type=int, default=512, help="in each pool")
-    parser.add_argument("--most-pages", type=int, default=8, help="of a request")
+    parser.add_argument("--pages", type=int, default=PAGES, help="in each pool")
     parser.add_argument("--strategy", default="barrier")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # what torch has imported is nobody's cost
-    target = Builtin("cpu")
     print(f"torch {torch.__version__}, one thread, {asked.strategy}, {asked.pages} pages a pool")
     print("CPU time, us a call; peak memory of the process after a tenth and at the end, MiB\n")
     print("| page size | decode | made | calls | player | follow | speed | to calls alone | MiB |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for page_size, decode in product(asked.page_size or [1, 4, 256], asked.decode or [0, 16]):
-        sizes = Sizes(asked.pages, asked.pages, page_size)
-        with tempfile.TemporaryDirectory() as folder:
-            path = make_trace(Path(folder), sizes, asked.calls, asked.most_pages, decode)
-            most = 4 * REQUESTS + 2 * decode
-            make = partial(target.make, asked.strategy)
-            seen = Measured(path, make, asked.calls // 10, most)
-        assert (seen.followed.verdict, seen.followed.differ) == ("clean", 0)
+        seen = measured(page_size, decode, asked.calls, asked.pages, asked.strategy)
         each = 1e6 / seen.followed.calls
         print(
             f"| {page_size} | {decode} | {seen.followed.calls:,} | {seen.calls * each:.1f} "

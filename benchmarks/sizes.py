@@ -1,9 +1,9 @@
 """What a verdict costs at production sizes: the same scenario on pools of three sizes, in one run.
 
-    python benchmarks/sizes.py [--runs N] [--on TARGET]...
+    python -m benchmarks.sizes [--runs N] [--on TARGET]...
 
-Each run is a process of its own; the three sizes alternate. Prints medians of the whole command's
-time, its ratio to the small case, and the peak memory above the small case's.
+Each run is a process of its own; the sizes take turns. The baseline is the small case, in time and
+in peak memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
 
 # the peak of this program alone: what getrusage says begins with that of whoever started it
 CODE = """
@@ -28,6 +31,8 @@ finally:
     lines = open("/proc/self/status")
     print(next(line.split()[1] for line in lines if line.startswith("VmHWM")), file=sys.stderr)
 """
+TARGETS = ("builtin", "0.5.18")
+RUNS = 7
 SCENARIO = Path(__file__).parent.parent / "scenarios" / "tombstone-recovery.toml"
 
 
@@ -78,29 +83,38 @@ def measure(size: Size, on: str) -> Measured:
     return Measured(seconds, peak * 1024, json.loads(done.stdout)["results"])
 
 
+def figures(targets: Sequence[str] = TARGETS, runs: int = RUNS) -> Figures:
+    """Time a verdict at all sizes, in turns."""
+    rows = []
+    for on in targets:
+
+        def run(name: str, on: str = on) -> Measured:
+            return measure(SIZES[name], on)
+
+        [(small, base), *others] = take_turns(run, list(SIZES), runs).items()
+        base_seconds = [one.seconds for one in base]
+        least = min(one.memory for one in base)
+        for name, seen in others:
+            above = max(one.memory for one in seen) - least
+            times = [one.seconds for one in seen]
+            rows.append(
+                Row(
+                    f"`repro --on {Path(on).name}`, all strategies, {name}",
+                    f"{statistics.median(times):.2f} s, {above / 2**20:.0f} MB more",
+                    small,
+                    f"{statistics.median(base_seconds):.2f} s",
+                    ratios(times, base_seconds),
+                )
+            )
+    return Figures(tuple(rows), f"{runs} turns of whole commands, peak memory; {environment()}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--on", action="append", metavar="TARGET")
-    options = parser.parse_args()
-    print("| target | pools | median, s | times small | peak above small, MB |")
-    print("| --- | --- | --: | --: | --: |")
-    for on in options.on or ["builtin"]:
-        runs: dict[str, list[Measured]] = {name: [] for name in SIZES}
-        for turn in range(options.runs + 1):
-            for name, size in SIZES.items():
-                measured = measure(size, on)
-                if turn:  # the first turn fills the disk cache
-                    runs[name].append(measured)
-        small = next(iter(runs.values()))
-        for name, seen in runs.items():
-            seconds = statistics.median(run.seconds for run in seen)
-            pairs = zip(seen, small, strict=True)
-            ratio = statistics.median(a.seconds / b.seconds for a, b in pairs)
-            above = max(r.memory for r in seen) - min(r.memory for r in small)
-            print(
-                f"| {Path(on).name} | {name} | {seconds:.2f} | {ratio:.2f} | {above / 2**20:.0f} |"
-            )
+    asked = parser.parse_args()
+    print(markdown(figures(asked.on or TARGETS, asked.runs)))
 
 
 if __name__ == "__main__":

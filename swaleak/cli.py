@@ -185,6 +185,7 @@ def doctor(format: Formats = Format.table, output: Output = None) -> None:
     """Say what this machine has: torch, devices, an installed SGLang and what it ships."""
     check_output(output)
     with driving():
+        start_torch()
         from swaleak.report.doctor import doctor_report
 
         report = doctor_report()

@@ -95,6 +95,9 @@ class Stage:
         self._names = [frozenset(vars(part)) for part in allocator.parts()]
         self._full_pages = frozenset(range(1, state.full_pages + 1))
         self._swa_pages = frozenset(range(1, state.swa_pages + 1))
+        size = allocator.page_size
+        self._whole_rows = {p: [*range(p * size, p * size + size)] for p in self._swa_pages}
+        self._whole_rows[0] = [0] * size
 
     def play(self, op: Op) -> None:
         """Play one operation; raises what ``Player.play`` raises."""
@@ -201,8 +204,10 @@ class Stage:
         size = self.allocator.page_size
         state = self.allocator.state()
         mapping: list[int] = state.mapping.tolist()
+        no_location = mapping.pop()
+        peers, torn = (mapping, {}) if size == 1 else self._rows(mapping)
         queues = list(self._queues())
-        text: list[int] = [ledger.in_group]
+        text: list[int] = [ledger.in_group, no_location]
         for live, _, name in self._attributes:
             value = live[name]
             text.append(-1 if value is None else value if isinstance(value, int) else -8)
@@ -218,18 +223,22 @@ class Stage:
         ]
         if len(named) > 1:
             places = self._places(queues, size)
-            named.sort(key=lambda entry: _signature(entry, mapping, size, places))
+            named.sort(key=lambda entry: _signature(entry, peers, places))
         order = [name for _, name, _ in named]
         for rank, _, node in named:
             text += (-2, rank, node.slots)
             for page, peer in zip(node.full, node.swa, strict=True):
                 text.append(full.setdefault(page, len(full)))
                 text.append(-1 if peer is None else swa.setdefault(peer, len(swa)))
-                row = mapping[page * size : page * size + size]
-                text += _renamed_slots(row, swa, size)
+                there = peers[page]
+                if page in torn:
+                    text.append(-9)
+                    text += _renamed_slots(torn[page], swa, size)
+                else:
+                    text.append(swa.setdefault(there, len(swa)))
                 if page not in rows:
                     rows.add(page)
-                    mapped += size - row.count(0)
+                    mapped += there != 0
         for i, name, entries in queues:
             text += (-3, i, len(name))
             kind = self.kinds.get((i, name))
@@ -239,21 +248,38 @@ class Stage:
                 for other, buffer in player.buffers.items():
                     if item is not None and _storage(buffer) == _storage(item):
                         text += (-5, order.index(other))
-        if len(mapping) - mapping.count(0) != mapped + 1 or mapping[-1] != -1:
-            for place, slot in enumerate(mapping):  # entries of pages that nobody holds
-                page = place // size
-                if slot and page not in rows:
-                    peer = swa.setdefault(slot // size, len(swa))
-                    text += (-6, full.get(page, ~page), place % size, peer, slot % size)
+        if torn or len(peers) - peers.count(0) != mapped:
+            for page, there in enumerate(peers):  # of pages that nobody holds
+                if page in rows:
+                    continue
+                if page in torn:
+                    text += (-6, full.get(page, ~page), -9)
+                    text += _renamed_slots(torn[page], swa, size)
+                elif there:
+                    text += (-6, full.get(page, ~page), swa.setdefault(there, len(swa)))
         for pages, names, all_ in (
             (state.full_free.tolist(), full, self._full_pages),
             (state.swa_free.tolist(), swa, self._swa_pages),
         ):
             text += (-7, len(pages))
-            there = set(pages)
-            if len(there) != len(pages) or not (there <= all_ and names.keys().isdisjoint(there)):
+            free = set(pages)
+            if len(free) != len(pages) or not (free <= all_ and names.keys().isdisjoint(free)):
                 text += [names.get(page, 0 if page in all_ else ~page) for page in pages]
         return blake2b(array("q", text).tobytes(), digest_size=16).digest()
+
+    def _rows(self, mapping: list[int]) -> tuple[list[int], dict[int, list[int]]]:
+        """Return which SWA page each full page maps to, 0 for none, and the rows that are torn.
+
+        Torn is a row that does not name one SWA page whole and in order; nearly always none is.
+        """
+        size = self.allocator.page_size
+        peers = [slot // size for slot in mapping[::size]]
+        torn = {}
+        for page, peer in enumerate(peers):
+            row = mapping[page * size : page * size + size]
+            if row != self._whole_rows.get(peer):
+                torn[page] = row
+        return peers, torn
 
     def _places(self, queues: list[Any], size: int) -> tuple[dict[int, int], dict[int, int]]:
         """Return where full and SWA pages are first queued; of slots, one a page is looked at."""
@@ -304,8 +330,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _signature(
     entry: tuple[int, str, Node],
-    mapping: list[int],
-    size: int,
+    peers: list[int],
     places: tuple[dict[int, int], dict[int, int]],
 ) -> tuple[Any, ...]:
     """Return what a node looks like without its name and its pages' numbers."""
@@ -319,8 +344,8 @@ def _signature(
                 peer is None,
                 full.get(page, 0),
                 swa.get(peer or 0, 0),
-                mapping[page * size] > 0,
-                swa.get(mapping[page * size] // size, 0),
+                peers[page] > 0,
+                swa.get(peers[page], 0),
             )
             for page, peer in zip(node.full, node.swa, strict=True)
         ],
@@ -361,10 +386,14 @@ def _renamed_slots(values: list[int], names: dict[int, int], size: int) -> list[
 
     That is a negative number, so that it is no slot's.
     """
-    if size > 1 and len(values) % size == 0:
+    if size == 1:
+        return [names.setdefault(v, len(names)) for v in values]
+    if len(values) % size == 0:
         starts = values[::size]
-        whole = [slot for start in starts for slot in range(start, start + size)]
-        if values == whole and not any(start % size for start in starts):
+        if all(
+            start % size == 0 and values[at : at + size] == [*range(start, start + size)]
+            for at, start in zip(range(0, len(values), size), starts, strict=True)
+        ):
             return [-10 - names.setdefault(start // size, len(names)) for start in starts]
         if not any(values):
             return [-9]
