@@ -29,7 +29,8 @@ from swaleak.check.audit import audit
 from swaleak.driven import start_torch
 from swaleak.search.explore import Explorer, Make, room
 from swaleak.search.legal import Rules, legal
-from swaleak.search.stage import Stage, queue_kinds
+from swaleak.search.queues import queue_kinds
+from swaleak.search.stage import Stage
 from swaleak.search.survey import has_segments
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Sizes, open_target, strategy_of

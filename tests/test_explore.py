@@ -12,7 +12,8 @@ from swaleak.script import ops
 from swaleak.script.ops import Part, describe
 from swaleak.search.explore import Explorer, Shard
 from swaleak.search.legal import Rules, in_production, legal
-from swaleak.search.stage import Stage, queue_kinds
+from swaleak.search.queues import queue_kinds
+from swaleak.search.stage import Stage
 from swaleak.search.survey import has_segments
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Builtin, Sizes

@@ -20,7 +20,8 @@ from swaleak.check.replay import Run, replay
 from swaleak.errors import RAISED, ScriptError, TargetError
 from swaleak.script.ops import Op
 from swaleak.search.legal import Rules, legal
-from swaleak.search.stage import Saved, Stage, queue_kinds
+from swaleak.search.queues import queue_kinds
+from swaleak.search.stage import Saved, Stage
 
 Make = Callable[[int, int], Allocator]  # full pages, SWA pages -> a fresh allocator
 REPORT_EVERY = 512  # transitions between two reports of progress
