@@ -83,21 +83,22 @@ def follow(
             follower = _Follower(make(Sizes(item.full_pages, item.swa_pages, item.page_size)))
             continue
         assert follower is not None  # a reader yields a header first
+        number, op, data = item
         followed.calls += 1
         try:
-            follower.calls[item.op](item.op, item.data)
-            if item.op == "end":
+            follower.calls[op](op, data)
+            if op == "end":
                 _judge(follower, item, followed)
         except ScriptError as error:
             file = f"{trace.path}: " if isinstance(trace, TraceReader) else ""
-            raise ScriptError(f"{file}line {item.number}: {error}") from None
+            raise ScriptError(f"{file}line {number}: {error}") from None
         except _Starved:
-            followed.starved = item.number
+            followed.starved = number
             break
         except RAISED as error:  # whatever SGLang's code raises is a result, not a crash
-            followed.raised = (item.number, told(error))
+            followed.raised = (number, told(error))
             break
-        if item.op == "end" and until(followed):
+        if op == "end" and until(followed):
             break
     return followed
 

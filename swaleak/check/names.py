@@ -81,12 +81,13 @@ class Names:
             [[first, length]] = ranges
             if first and length:
                 start, named = self._holding(first)
-                at, there = first - start, named.slots.numel()
+                slots, cells, pages, whole = named
+                at, there = first - start, slots.numel()
                 if at == 0 and length == there:
-                    return named._replace(slots=named.slots.clone())
+                    return Named(slots.clone(), cells, pages, whole)
                 if at + length <= there:
-                    slots = named.slots.narrow_copy(0, at, length)
-                    return Named(slots, *self._part(named, at, at + length))
+                    part = self._part(named, at, at + length)
+                    return Named(slots.narrow_copy(0, at, length), *part)
         return self._find_all(ranges)
 
     def find_last(self, ranges: Ranges) -> Named:

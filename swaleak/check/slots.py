@@ -34,6 +34,7 @@ class SlotLedger:
         self.aims = self.want if page_size == 1 else Column(full_pages + 1)
         self.pointed = Column(swa_pages + 1)
         self.owned.cells[0] = self.pointed.cells[0] = 1  # the padding is never free
+        self.one = torch.ones(1, dtype=torch.int64)
         self.torn: dict[int, set[int]] = {}
         self.full = Names(full_pages, page_size, self.owned, self.aims)
         self.swa = Names(swa_pages, page_size, self.pointed)
@@ -184,9 +185,8 @@ class SlotLedger:
         pages = self.full.touched(full)
         self._count(pages, -1)
         want = self.want.tensor.index_copy_(0, full, swa)
-        if not torch.equal(
-            want.index_select(0, full), swa
-        ):  # a slot came twice: the last one counts
+        written = want.index_select(0, full)
+        if not torch.equal(written, swa):  # a slot came twice: the last one counts
             for slot, peer in zip(full.tolist(), swa.tolist(), strict=True):
                 self.want.cells[slot] = peer
         if self.size > 1:
@@ -201,8 +201,8 @@ class SlotLedger:
     def _count(self, pages: Tensor, by: int) -> None:
         """Count what full pages, int64[n], each once, want."""
         aims = self.aims.tensor.index_select(0, pages)
-        times = torch.tensor(by).expand(len(pages))
-        self.pointed.tensor.index_add_(0, aims.clamp(min=0), times)
+        once = self.one.expand(len(pages))
+        self.pointed.tensor.index_add_(0, aims.clamp(min=0), once, alpha=by)
         self.pointed.cells[0] = 1
         for page in pages[aims < 0].tolist() if self.torn else ():
             for peer in self.torn[page] if by > 0 else self.torn.pop(page):
