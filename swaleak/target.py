@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
@@ -145,7 +146,11 @@ class OfClass:
         if self.origin(strategy) == self._own:
             return self._driver(self._class, sizes)
         if strategy not in self._grafts:
-            self._grafts[strategy] = graft(self._class, STRATEGIES[strategy])
+            try:
+                self._grafts[strategy] = graft(self._class, STRATEGIES[strategy])
+            except RAISED as error:  # a metaclass, __init_subclass__
+                reason = f"{strategy} cannot be grafted on it, it allows no subclass: {told(error)}"
+                raise TargetError(f"{self.name}: {reason}") from None
         return self._driver(self._grafts[strategy], sizes)
 
     def _driver(self, class_: type[Any], sizes: Sizes) -> Driver:
@@ -161,10 +166,11 @@ class OfClass:
                     need_sort=False,
                 )
             )
-            if not all(isinstance(part, torch.Tensor) for part in driver.state()[1:4]):
-                raise TypeError("its mapping and free lists are no tensors")
+            _check_shape(driver, sizes, self.device)
             return driver
-        except RAISED as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a constructor may raise whatever it likes
             raise _cannot_make(self.name, sizes, error) from None
 
 
@@ -226,7 +232,9 @@ def _user_class(name: str, device: str) -> OfClass:
         sys.path.insert(0, "")
     try:
         class_ = getattr(importlib.import_module(module), attribute)
-    except RAISED as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may raise whatever it likes
         raise TargetError(f"{name}: {told(error)}") from None
     if not isinstance(class_, type):
         raise TargetError(f"{name}: is no class")
@@ -258,10 +266,28 @@ def _check_memory(sizes: Sizes, device: str) -> None:
         )
 
 
+def _check_shape(driver: Driver, sizes: Sizes, device: str) -> None:
+    """Raise ``TypeError`` for an allocator whose state cannot be read as ``State`` has it."""
+    mapping, *free_lists = driver.state()[1:4]
+    for what, tensor in (("mapping", mapping), *(("free list", pages) for pages in free_lists)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"its {what} is no tensor")
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"its {what} is no int64[n], but {tensor.dtype} of {[*tensor.shape]}")
+        if tensor.device.type != torch.device(device).type:
+            raise TypeError(f"its {what} is on {tensor.device}, not on {device}")
+    wanted = sizes.full_pages * sizes.page_size + 1
+    if len(mapping) <= wanted:
+        raise TypeError(f"its mapping has {len(mapping)} entries, for {wanted} slots and the last")
+    for part in driver.parts():
+        if not hasattr(part, "__dict__"):
+            raise TypeError(f"{type(part).__name__} keeps its state in slots, not in attributes")
+
+
 def _cannot_make(name: str, sizes: Sizes, error: BaseException) -> SwaleakError:
     if isinstance(error, SwaleakError):
         return error
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in told(error):
         return UsageError(
             f"{sizes.full_pages} full and {sizes.swa_pages} SWA pages of {sizes.page_size} slots "
             f"do not fit into the device's memory"
