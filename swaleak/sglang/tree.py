@@ -17,7 +17,7 @@ import torch
 
 from swaleak.allocator.state import State
 from swaleak.allocator.strategy import STRATEGIES, Strategy
-from swaleak.errors import TargetError
+from swaleak.errors import RAISED, TargetError, told
 from swaleak.script.ops import Group, TreeOp
 from swaleak.sglang.adapter import Driver, graft
 
@@ -51,11 +51,9 @@ class Caches:
                 self._calls = import_module(f"{MEM_CACHE}.base_prefix_cache")
                 self.component = _name(f"{MEM_CACHE}.unified_cache.components", "ComponentType")
                 self._classes = {k: found for k, v in CLASSES.items() if (found := _find(*v))}
-            except Exception as error:
-                reason = " ".join(str(error).split())
-                raise TargetError(
-                    f"the installed SGLang cannot be imported: {type(error).__name__}: {reason}"
-                ) from None
+            except RAISED as error:
+                reason = f"the installed SGLang cannot be imported: {told(error)}"
+                raise TargetError(reason) from None
 
     @cached_property
     def left_out(self) -> dict[str, str]:
