@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 ROOMS = (
     "errors",
     "files",
+    "column",
     "device",
     "script",
     "allocator",

@@ -6,13 +6,13 @@ calls together.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swaleak.column import Column
 from swaleak.script.trace import HANDS_OUT, Header, Ranges, TraceWriter, line
 from swaleak.sglang.live import Gauge
 from swaleak.sglang.watch import FREES, FULL_FREES, RESETS, Hooks, slots_of
@@ -38,25 +38,24 @@ Kept = tuple[str, Tensor | None, Tensor | None, dict[str, Any] | None]
 class Numbers:
     """Every slot a pool hands out gets the next number; this is who has which, 8 bytes a slot.
 
-    A few slots are looked up one by one, which is faster than five kernels; many, by kernels. Both
-    see the same memory.
+    A few slots are looked up one by one, which is faster than five kernels; many, by kernels.
     """
 
     def __init__(self, slots: int) -> None:
-        self.of_slot = array("q", bytes(8 * (slots + 1)))
-        self.tensor = torch.frombuffer(self.of_slot, dtype=torch.int64)
+        self.of_slot = Column(slots + 1)
         self.next = 1
 
     def give(self, slots: Tensor) -> int:
         """Number ``slots``, int64[n], in order. Returns the first number."""
         first, count = self.next, slots.numel()
         self.next = first + count
+        cells = self.of_slot.cells
         if count <= FEW:
             for number, slot in enumerate(slots.tolist(), start=first):
-                self.of_slot[slot] = number
+                cells[slot] = number
         else:
-            self.tensor[slots] = torch.arange(first, self.next)
-        self.of_slot[0] = 0  # the padding slot is nobody's: "no peer"
+            self.of_slot.tensor[slots] = torch.arange(first, self.next)
+        cells[0] = 0  # the padding slot is nobody's: "no peer"
         return first
 
     def ranges(self, several: list[Tensor]) -> list[Ranges]:
@@ -64,7 +63,7 @@ class Numbers:
         lengths = [slots.numel() for slots in several]
         if sum(lengths) <= FEW * len(lengths):
             return [self._one_by_one(slots.tolist()) for slots in several]
-        numbers = self.tensor[torch.cat(several)]
+        numbers = self.of_slot.tensor[torch.cat(several)]
         ends = torch.tensor(lengths).cumsum(0)
         step = numbers.diff()
         nobody = numbers == 0
@@ -77,9 +76,9 @@ class Numbers:
         return [pairs[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
 
     def _one_by_one(self, slots: list[int]) -> Ranges:
-        of_slot, found, last, follows = self.of_slot, [], [0, 0], -1
+        cells, found, last, follows = self.of_slot.cells, [], [0, 0], -1
         for slot in slots:
-            number = of_slot[slot]
+            number = cells[slot]
             if number == follows:
                 last[1] += 1
                 follows += number > 0
