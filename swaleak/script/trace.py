@@ -43,7 +43,12 @@ from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS
 
 SCHEMA = "swaleak-trace/1"
 MAX_LINE = 2**24  # bytes; an allocation of a million tokens is a line of a few hundred
-FREES = ("free", "free_swa", "free_full", "free_segment", "free_swa_segment", "free_full_segment")
+# calls of the allocator that are lines under their own names
+PEER_FREES = ("free", "free_swa", "free_segment", "free_swa_segment")  # the SWA side goes
+FULL_FREES = ("free_full", "free_full_segment")
+FREES = (*PEER_FREES, *FULL_FREES)
+# the allocator's call -> the line's name
+GROWS = {"alloc_extend": "extend", "alloc_decode": "decode", "alloc_extend_swa_tail": "tail"}
 NEEDS: dict[str, tuple[str, ...]] = {
     "alloc": ("full", "swa", "n"),
     "alloc_both": ("full", "swa", "n"),
@@ -62,9 +67,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 Ranges = list[list[int]]
-HANDS_OUT = frozenset(
-    {"alloc", "alloc_both", "alloc_full", "alloc_swa", "extend", "tail", "decode"}
-)
+HANDS_OUT = frozenset({"alloc", "alloc_both", "alloc_full", "alloc_swa", *GROWS.values()})
 
 
 @dataclass(frozen=True, slots=True)

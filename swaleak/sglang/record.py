@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from swaleak.column import Column
-from swaleak.script.trace import HANDS_OUT, Header, Ranges, TraceWriter, line
+from swaleak.script.trace import FREES, GROWS, HANDS_OUT, Header, Ranges, TraceWriter, line
 from swaleak.sglang.live import Gauge
-from swaleak.sglang.watch import FREES, FULL_FREES, RESETS, Hooks, slots_of
+from swaleak.sglang.watch import RESETS, Hooks, slots_of
 
 FEW = 64  # slots that are looked up one by one
 MANY = 512  # calls outside groups that are kept at most
@@ -28,8 +28,7 @@ PARAMETERS["alloc_extend_swa_tail"] = (
     "extend_num_tokens",
     "swa_tail_len",
 )
-SHORT = {"alloc_extend": "extend", "alloc_decode": "decode", "alloc_extend_swa_tail": "tail"}
-
+GROWN = frozenset(GROWS.values())
 
 # a call not written yet: its name, full slots, SWA slots (int64[n] each), what else it takes
 Kept = tuple[str, Tensor | None, Tensor | None, dict[str, Any] | None]
@@ -105,7 +104,7 @@ class Recorder:
         hooks.add(["alloc"], None, self._alloc)
         for name in PARAMETERS:
             hooks.add([name], None, self._grow(name))
-        for name in (*FREES, *FULL_FREES):
+        for name in FREES:
             hooks.add([name], self._free(name))
         hooks.add(["clear_full_to_swa_mapping"], self._free("clear"))
         hooks.add(["set_full_to_swa_mapping"], self._point)
@@ -136,7 +135,7 @@ class Recorder:
             self._keep(("alloc", result, self.gauge.mapping[result], None))
 
     def _grow(self, name: str) -> Callable[..., None]:
-        op, parameters = SHORT[name], PARAMETERS[name]
+        op, parameters = GROWS[name], PARAMETERS[name]
 
         def after(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor | None) -> None:
             if result is None:
@@ -211,7 +210,7 @@ class Recorder:
         for call in kept:
             op = call[0]
             if op in HANDS_OUT:
-                if freed or op in GROWS:
+                if freed or op in GROWN:
                     # what is handed out now may have been freed by a call that still waits
                     self._name(waiting, text)
                     waiting, freed = [], False
@@ -256,12 +255,9 @@ class Recorder:
                     data["full"] = next(full)
                 if has_swa is not None:
                     data["swa"] = next(swa)
-                if op in GROWS:
+                if op in GROWN:
                     data["last"] = self.last
                 text.append(line(op, data))
-
-
-GROWS = frozenset(SHORT.values())
 
 
 def _to_host(kept: list[Kept]) -> list[Kept]:
