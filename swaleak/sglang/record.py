@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from swaleak.column import Column
-from swaleak.script.trace import FREES, GROWS, HANDS_OUT, Header, Ranges, TraceWriter, line
+from swaleak.script.trace import (
+    FREES,
+    GROWS,
+    HANDS_OUT,
+    UNHEARD,
+    Header,
+    Ranges,
+    TraceWriter,
+    line,
+)
 from swaleak.sglang.live import Gauge
-from swaleak.sglang.watch import RESETS, Hooks, slots_of
+from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS, RESETS, Hooks, slots_of
 
 FEW = 64  # slots that are looked up one by one
 MANY = 512  # calls outside groups that are kept at most
@@ -96,11 +105,15 @@ class Recorder:
         self.gauge = gauge
         self.fix = fix
         self.writer = TraceWriter(path)
+        self.unheard = False
         self.on_host = gauge.mapping.device.type == "cpu"
         self._start()
 
     def connect(self, hooks: Hooks) -> None:
         """Ask for every call that allocates, frees, points or groups."""
+        if not self.gauge.mapping.is_inference():  # such a tensor counts no writes
+            self.version = self.gauge.mapping._version
+            hooks.add((*EVERY_CALL, *POOL_CALLS), self._listen, self._settle)
         hooks.add(["alloc"], None, self._alloc)
         for name in PARAMETERS:
             hooks.add([name], None, self._grow(name))
@@ -125,6 +138,18 @@ class Recorder:
         self.last: Ranges = []
         self.full = Numbers(len(self.gauge.mapping))
         self.swa = Numbers((self.gauge.pages + 1) * size)
+
+    def _listen(self, _args: Any, _kwargs: Any) -> None:
+        """Take note if the mapping was written since the last call ended, by whoever it was.
+
+        A tensor counts its writes on the host: nobody waits for a device.
+        """
+        if self.gauge.mapping._version != self.version:
+            self.kept.append((UNHEARD, None, None, None))
+            self.unheard = True
+
+    def _settle(self, *_: Any) -> None:
+        self.version = self.gauge.mapping._version
 
     def _reset(self, *_: Any) -> None:
         self._write()
@@ -204,6 +229,8 @@ class Recorder:
         kept, self.kept = self.kept, []
         if not self.on_host:
             kept = _to_host(kept)
+        if self.unheard:
+            kept, self.unheard = _unexplained(kept), False
         text: list[str] = []
         waiting: list[Kept] = []
         freed = False
@@ -258,6 +285,19 @@ class Recorder:
                 if op in GROWN:
                     data["last"] = self.last
                 text.append(line(op, data))
+
+
+def _unexplained(kept: list[Kept]) -> list[Kept]:
+    """Leave out the unheard writes that are a cache's own: the trace says what those did.
+
+    A cache that has re-pointed a node clears the newcomer's entries directly, and then frees its
+    full slots in their pool.
+    """
+    return [
+        call
+        for call, (op, _, _, rest) in zip(kept, [*kept[1:], kept[-1]], strict=True)
+        if not (call[0] == UNHEARD and op == "free_full_pool" and rest and not rest["peers"].any())
+    ]
 
 
 def _to_host(kept: list[Kept]) -> list[Kept]:
