@@ -186,6 +186,14 @@ def _free_list(pool: Any) -> Tensor:
     return torch.cat((pool.free_pages, waiting))
 
 
+# ``clear`` is left to the class: it resets what else there is, and calls that of GroupedFrees
+_GROUPED = {
+    name: member
+    for name, member in vars(GroupedFrees).items()
+    if not name.startswith("__") and name != "clear"
+}
+
+
 def graft(base: type[Any], strategy: type[Strategy]) -> type[Any]:
     """Return a subclass of ``base`` (SGLang's hybrid allocator) that frees by ``strategy``.
 
@@ -206,17 +214,9 @@ def graft(base: type[Any], strategy: type[Strategy]) -> type[Any]:
     members = {"__init__": __init__, "__doc__": f"{base.__name__} with {strategy.long_name} frees."}
     bases: tuple[type[Any], ...] = (GroupedFrees, base)
     if issubclass(base, GroupedFrees):  # one of the built-in model's kind: it names its own
-        members = _FREES | {"take_strategy": take_strategy} | members
+        members = _GROUPED | {"take_strategy": take_strategy} | members
         bases = (base,)
     return type(f"{strategy.__name__}{base.__name__}", bases, members)
-
-
-# ``clear`` is left to the class: it resets what else there is, and calls that of GroupedFrees
-_FREES = {
-    name: member
-    for name, member in vars(GroupedFrees).items()
-    if not name.startswith("__") and name != "clear"
-}
 
 
 def ships(driver: Driver) -> str:

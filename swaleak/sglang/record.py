@@ -39,7 +39,8 @@ PARAMETERS["alloc_extend_swa_tail"] = (
 )
 GROWN = frozenset(GROWS.values())
 
-# a call not written yet: its name, full slots, SWA slots (int64[n] each), what else it takes
+# a call not written yet: its name, or its line once that is finished; full slots, SWA slots
+# (int64[n] each), what else it takes
 Kept = tuple[str, Tensor | None, Tensor | None, dict[str, Any] | None]
 
 
@@ -98,7 +99,11 @@ class Numbers:
 
 
 class Recorder:
-    """Writes one allocator's trace. ``fix``: the strategy that is grafted on the class."""
+    """Writes one allocator's trace to ``path``, with the process number in it.
+
+    ``fix``: the strategy that is grafted on the class, if any. Raises ``OSError`` where no file
+    can be made; ``watched`` keeps that from the server.
+    """
 
     def __init__(self, allocator: Any, gauge: Gauge, path: str, fix: str | None) -> None:
         self.allocator = allocator
@@ -121,8 +126,8 @@ class Recorder:
             hooks.add([name], self._free(name))
         hooks.add(["clear_full_to_swa_mapping"], self._free("clear"))
         hooks.add(["set_full_to_swa_mapping"], self._point)
-        hooks.add(["full.alloc"], None, self._take("full"))
-        hooks.add(["swa.alloc"], None, self._take("swa"))
+        hooks.add(["full.alloc"], None, self._took_full)
+        hooks.add(["swa.alloc"], None, self._took_swa)
         hooks.add(["full.free"], self._free_full_pool)
         hooks.add(["swa.free"], self._free_swa_pool)
         hooks.add(["free_group_begin"], self._begin)
@@ -177,16 +182,13 @@ class Recorder:
 
         return after
 
-    def _take(self, pool: str) -> Callable[..., None]:
-        def after(_args: Any, _kwargs: Any, result: Tensor | None) -> None:
-            if result is None:
-                return
-            if pool == "full":
-                self._keep(("alloc_full", result, None, None))
-            else:
-                self._keep(("alloc_swa", None, result, None))
+    def _took_full(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
+        if result is not None:
+            self._keep(("alloc_full", result, None, None))
 
-        return after
+    def _took_swa(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
+        if result is not None:
+            self._keep(("alloc_swa", None, result, None))
 
     def _free(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
