@@ -396,13 +396,15 @@ def explore(
 
     part = shard_of(shard)
     with driving():
-        target = open_targets(on, device, patch)[-1]
+        start_torch()
+        from swaleak.device import choose_device
         from swaleak.report.explore import explore_report
         from swaleak.report.progress import ProgressLine
         from swaleak.search.legal import Rules
         from swaleak.search.survey import AtRandom, Exhaustive, Where, has_segments, survey
         from swaleak.target import strategy_of
 
+        target = open_one(on, choose_device(device), patch)
         ships = "shipped" in target.strategies()
         name = strategy_of(strategy or ("shipped" if ships else "deferred"))
         segments = has_segments(target, name)

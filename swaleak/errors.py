@@ -41,7 +41,10 @@ RAISED = (Exception, SystemExit)
 
 def told(error: BaseException) -> str:
     """Return what was raised as one line, ``ValueError: why``."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # the __str__ of somebody else's class
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategy import STRATEGIES, Enqueue
+from swaleak.sglang.adapter import Driver, graft, ships
 from tests.conftest import USER_CLASS, Cli
 
 HEAD = USER_CLASS.format(strategy="Enqueue")
@@ -35,6 +38,74 @@ CANDIDATES = {
         "its allocator cannot be made: ",
     ),
 }
+
+ROOT_OF_ALL = "class Raised(BaseException):\n    pass\n"
+SEALED = "    def __init_subclass__(cls):\n        raise TypeError('sealed')\n"
+FLAT = """        class Flat:
+            __slots__ = ("size", "free_pages", "alloc", "free", "available_size")
+        flat = Flat()
+        for name in Flat.__slots__:
+            setattr(flat, name, getattr(pool, name))
+"""
+UNREADABLE = """        class Unreadable(Exception):
+            def __str__(self):
+                raise ValueError
+        raise Unreadable
+"""
+MAPPING = "        self.full_to_swa_index_mapping = self.full_to_swa_index_mapping{}\n"
+POOL = "        pool = self.swa_attn_allocator\n"
+# as above, for `verify`, which also grafts strategies on the class
+OTHERS = {
+    "derived": (HEAD, 0, "80 runs, all as declared."),
+    "sealed": (HEAD + SEALED, 125, "eager cannot be grafted on it, it allows no subclass: "),
+    "no_class": ("Mine = 3", 125, "no_class_:Mine: is no class"),
+    "raises": (ROOT_OF_ALL + "raise Raised('why')", 125, "raises_:Mine: Raised: why"),
+    "made": (ROOT_OF_ALL + HEAD + "        raise Raised", 125, "cannot be made: Raised"),
+    "speechless": (HEAD + UNREADABLE, 125, "its allocator cannot be made: Unreadable"),
+    "short": (HEAD + MAPPING.format("[:2]"), 125, "its mapping has 2 entries, for "),
+    "real": (HEAD + MAPPING.format(".float()"), 125, "its mapping is no int64[n], but torch.float"),
+    "square": (HEAD + MAPPING.format("[None]"), 125, "its mapping is no int64[n], but torch.int64"),
+    "away": (HEAD + MAPPING.format(".to('meta')"), 125, "its mapping is on meta, not on cpu"),
+    "pages": (
+        HEAD + POOL + "        pool.free_pages = pool.free_pages[None]\n",
+        125,
+        "its free list is no int64[n], but torch.int64 of [1, ",
+    ),
+    "flat": (
+        HEAD + POOL + FLAT + "        self.swa_attn_allocator = flat\n",
+        125,
+        "Flat keeps its state in slots, not in attributes",
+    ),
+    "rows": (
+        HEAD + "    def alloc(self, n):\n        return [1] * n\n",
+        1,
+        "TypeError: an allocation returned list, not slots",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_verify(name: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, code, said = OTHERS[name]
+    (tmp_path / f"{name}_.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = cli("verify", "--on", f"{name}_:Mine", "--page-size", "1")
+    words = " ".join((answer.out + answer.err).split())
+    assert (answer.code, said in words, answer.err.count("\n")) == (code, True, int(code > 2)), (
+        words
+    )
+
+
+def test_a_grafted_strategy_replaces_that_of_a_class_of_the_same_kind() -> None:
+    class Mine(HybridAllocator):
+        def __init__(self, size: int) -> None:
+            super().__init__(size, size, 1, "cpu", Enqueue)
+
+        def free_swa(self, free_index: object) -> None:
+            raise AssertionError("what it frees by itself")
+
+    shipped = {name: ships(Driver(graft(Mine, s)(4))) for name, s in STRATEGIES.items()}
+    assert shipped == {name: name for name in STRATEGIES}
 
 
 @pytest.mark.parametrize("name", CANDIDATES)

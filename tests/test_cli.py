@@ -166,7 +166,7 @@ def test_a_command_that_is_stopped_before_there_is_anything_to_show(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(target, "open_target", stopped)
-    monkeypatch.setattr(doctor, "open_target", stopped)
+    monkeypatch.setattr(doctor.source, "from_installed", stopped)
     monkeypatch.setattr(doctor.source, "is_installed", lambda: True)
     assert cli(*call.split()) == Answer(130, "", "swaleak: interrupted\n")
 

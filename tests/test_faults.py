@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from swaleak.check import case
 from swaleak.check.follow import follow
 from swaleak.check.player import Player
 from swaleak.errors import ScriptError, TargetError
+from swaleak.files import STALE
 from swaleak.report.catalogue import list_report, show_report
-from swaleak.report.files import FORMATS, STALE, write, write_text
+from swaleak.report.files import FORMATS, write, write_text
 from swaleak.script import catalogue as scenarios
 from swaleak.script.trace import TraceReader
 from swaleak.sglang import plugin
@@ -329,6 +331,41 @@ def test_what_killed_runs_left_beside_a_report_is_swept_after_a_day(tmp_path: Pa
         os.utime(path, (time.time() - STALE - 60,) * 2)
     write_text("whole", tmp_path / "r.json")
     assert {path.name for path in tmp_path.iterdir()} == {young.name, other.name, "r.json"}
+
+
+# stands for pip, for one that takes for ever: it keeps a pipe open for as long as it lives
+ENDLESS = """
+import os, signal, sys
+if "download" in sys.argv:
+    pipe = open(os.environ["PIPE"], "w", buffering=1)
+    print(os.getpid(), file=pipe)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a child can outlive its parent here")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_download_ends_with_who_asked_for_it(number: int, tmp_path: Path) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(ENDLESS)
+    os.mkfifo(tmp_path / "pipe")
+    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
+    environment = {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "PIPE": str(tmp_path / "pipe"),
+        "SWALEAK_CACHE": str(tmp_path / "cache"),
+    }
+    asking = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment})
+    with open(tmp_path / "pipe") as pipe:
+        pip = int(pipe.readline())
+        asking.send_signal(number)
+        asking.wait()
+        ended, _, _ = select.select([pipe], [], [], 60)  # its end of the pipe is closed
+    if not ended:
+        os.kill(pip, signal.SIGKILL)
+    assert ended
 
 
 @pytest.mark.wheels

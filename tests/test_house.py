@@ -17,6 +17,8 @@ from tests.conftest import ROOT
 ROOMS = (
     "errors",
     "words",
+    "files",
+    "column",
     "device",
     "script",
     "allocator",

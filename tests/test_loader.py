@@ -173,3 +173,10 @@ def test_a_class_of_the_users(strategy: str, verdict: str, tmp_path: Path, monke
     target = open_target(f"{module}:Mine", "cpu")
     case = run_case(scenarios.load("tombstone-recovery"), target, "shipped", 4)
     assert (target.ships, case.verdict, case.origin) == (strategy.lower(), verdict, "shipped")
+
+
+def test_a_folder_called_sglang_is_no_installed_one(tmp_path: Path, monkeypatch) -> None:
+    there = source.is_installed()
+    (tmp_path / "sglang" / "python").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert source.is_installed() == there

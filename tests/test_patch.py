@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from swaleak.sglang import loader
 from swaleak.sglang.patch import split
-from swaleak.sglang.source import ALLOCATOR
+from swaleak.sglang.source import ALLOCATOR, SourceTree
+from swaleak.target import names
 from tests.conftest import Cli, wheel
 
 SWA = f"{ALLOCATOR}/swa.py"
@@ -72,6 +74,23 @@ def test_a_fix_passes_the_gate_beside_what_it_mends(fix: str, cli: Cli, tmp_path
     results = json.loads(cli("check", wheel("0.5.18"), "--patch", patch, "-f", "json").out)
     origins = {(r["target"], r["origin"]) for r in results["results"]}
     assert origins == {("sglang 0.5.18", "shipped"), ("sglang 0.5.18 + fix.diff", "patched")}
+
+
+@pytest.mark.wheels
+def test_explore_loads_the_patched_sources_and_no_others(
+    fix: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = tmp_path / "fix.diff"
+    patch.write_text(fix)
+    loaded: list[str] = []
+
+    def load(tree: SourceTree, device: str) -> type:
+        loaded.append(tree.label)
+        return loader.load(tree, device)
+
+    monkeypatch.setattr(names, "load", load)
+    answer = cli("explore", "--on", wheel("0.5.18"), "--patch", patch, "--depth", "6")
+    assert (answer.code, loaded) == (0, ["sglang 0.5.18 + fix.diff"])
 
 
 @pytest.mark.wheels

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
 from swaleak.check.picture import Page
 from swaleak.check.replay import replay
@@ -23,7 +24,7 @@ from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
 from swaleak.script.read import parse
 from swaleak.script.scenario import Scenario
-from swaleak.target import STRATEGIES, Builtin, Sizes
+from swaleak.target import Builtin, Sizes
 from tests.conftest import sglang
 
 

@@ -128,6 +128,51 @@ def test_a_broken_trace_is_one_sentence(text, reason, tmp_path):
         follow(TraceReader(path), lambda sizes: target.make("barrier", sizes))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("written", ["in a group", "between groups", "before a free", "a view"])
+def test_a_write_that_no_call_explains_is_no_verdict(written, strategy, tmp_path):
+    driver = watched_driver(f"record:{tmp_path}/t.jsonl", strategy, 4)
+    node, other = driver.alloc(1), driver.alloc(1)
+    if written == "in a group":
+        driver.group_begin()
+        driver.clear_mapping(node)
+        driver.group_end()
+    elif written == "before a free":
+        driver.clear_mapping(node)
+        driver.free_full_pool(other)  # whose own entries are still there
+    else:
+        mapping = driver.allocator.full_to_swa_index_mapping
+        driver.clear_mapping(node) if written == "between groups" else mapping[:-1].fill_(0)
+        driver.group_begin()
+    driver.allocator.clear()  # writes what it has kept
+    (path,) = tmp_path.glob("t.*.jsonl")
+    line = 5 if written == "in a group" else 4
+    reason = f"line {line}: the trace is incomplete from here on: somebody wrote the mapping past"
+    with pytest.raises(ScriptError, match=reason):
+        follow(TraceReader(path), lambda sizes: Builtin("cpu").make(strategy, sizes))
+
+
+def test_calls_that_raise_and_mappings_that_count_no_writes_are_no_unheard_ones(tmp_path):
+    driver = watched_driver(f"record:{tmp_path}/t.jsonl", "deferred", 4)
+    driver.alloc(1)
+    with pytest.raises(RuntimeError):
+        driver.group_end()
+    driver.group_begin()
+    driver.group_end()
+    with torch.inference_mode():
+        other = watched_driver(f"record:{tmp_path}/t.jsonl", "deferred", 4)
+        other.alloc(1)
+        other.group_begin()
+        other.group_end()
+    paths = sorted(tmp_path.glob("t.*.jsonl"))
+    lines = [path.read_text() for path in paths]
+    assert (len(paths), [text.count('"end"') for text in lines], "unheard" in "".join(lines)) == (
+        2,
+        [1, 1],
+        False,
+    )
+
+
 def test_a_torn_last_line_is_left_out(tmp_path):
     path, counts = recorded(tmp_path, "tombstone-recovery", "deferred", 4)
     whole = path.read_text()

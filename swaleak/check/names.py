@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swaleak.check.column import Column
+from swaleak.column import Column
 from swaleak.errors import ScriptError
 from swaleak.script.trace import Ranges
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from swaleak.check.column import Column
 from swaleak.check.names import Named, Names, listed, listed_pair
+from swaleak.column import Column
 from swaleak.script.trace import Ranges
 
 

@@ -17,7 +17,7 @@ from swaleak.report.report import Cell, Grid, Report, Section
 from swaleak.script import catalogue
 from swaleak.sglang import source
 from swaleak.sglang.release import cache_folder
-from swaleak.target import open_target
+from swaleak.target import of_tree
 
 
 def doctor_report() -> Report:
@@ -59,5 +59,6 @@ def _cuda_devices() -> list[str]:
 def _installed(device: str) -> str:
     if not source.is_installed():
         return "not installed (not needed: --on takes a wheel or a checkout)"
-    target = open_target("installed", device)
-    return f"{target.name} in {source.from_installed().place}, ships {target.ships}"
+    tree = source.from_installed()
+    target = of_tree(tree, device, installed=True)
+    return f"{target.name} in {tree.place}, ships {target.ships}"

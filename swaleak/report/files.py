@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import os
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from swaleak.errors import UsageError, unknown
+from swaleak.files import write_whole
 from swaleak.report.drawing import as_html, as_svg
 from swaleak.report.junit import as_junit
 from swaleak.report.report import Report
 from swaleak.script.scenario import Scenario
 from swaleak.script.write import to_toml
-
-if TYPE_CHECKING:
-    pass
-
-STALE = 24 * 3600  # seconds after which a half-written file is swept up
-
 
 FORMATS: dict[str, Callable[[Report], str]] = {
     ".json": Report.as_json,
@@ -83,32 +73,7 @@ def write_text(text: str, path: Path) -> None:
 
     Raises ``UsageError`` if the disk does not take it; an older file is then still whole.
     """
-    handle, name = -1, ""
-    prefix = f".{path.name}.swaleak-"
     try:
-        _sweep(path.parent, prefix)
-        handle, name = tempfile.mkstemp(prefix=prefix, dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        write_whole(path, text.encode(), prefix=f".{path.name}.swaleak-")
     except OSError as error:
-        if name:
-            Path(name).unlink(missing_ok=True)
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def _sweep(folder: Path, prefix: str) -> None:
-    """Remove what runs that were killed while they wrote this file have left beside it."""
-    for abandoned in folder.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - abandoned.stat().st_mtime > STALE:
-                abandoned.unlink()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -23,6 +23,7 @@ is nobody's: ``[0, 3]`` stands for three times "no peer".
                                                      mapping entry was left
 ``free_swa_pool``     ``swa``                        ``swa_attn_allocator.free``
 ``begin``, ``end``    ``physical mapped``            a free group; SWA pages when it had ended
+``unheard``                                          somebody has written the mapping, no call did
 ====================  =============================  ==============================================
 
 In those that hand out, ``full`` and ``swa`` are the first numbers of what was handed out;
@@ -43,7 +44,13 @@ from swaleak.script.scenario import MAX_PAGE_SIZE, MAX_SLOTS
 
 SCHEMA = "swaleak-trace/1"
 MAX_LINE = 2**24  # bytes; an allocation of a million tokens is a line of a few hundred
-FREES = ("free", "free_swa", "free_full", "free_segment", "free_swa_segment", "free_full_segment")
+# calls of the allocator that are lines under their own names
+PEER_FREES = ("free", "free_swa", "free_segment", "free_swa_segment")  # the SWA side goes
+FULL_FREES = ("free_full", "free_full_segment")
+FREES = (*PEER_FREES, *FULL_FREES)
+# the allocator's call -> the line's name
+GROWS = {"alloc_extend": "extend", "alloc_decode": "decode", "alloc_extend_swa_tail": "tail"}
+UNHEARD = "unheard"
 NEEDS: dict[str, tuple[str, ...]] = {
     "alloc": ("full", "swa", "n"),
     "alloc_both": ("full", "swa", "n"),
@@ -59,12 +66,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "free_swa_pool": ("swa",),
     "begin": (),
     "end": ("physical", "mapped"),
+    UNHEARD: (),
 }
 
 Ranges = list[list[int]]
-HANDS_OUT = frozenset(
-    {"alloc", "alloc_both", "alloc_full", "alloc_swa", "extend", "tail", "decode"}
-)
+HANDS_OUT = frozenset({"alloc", "alloc_both", "alloc_full", "alloc_swa", *GROWS.values()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,12 @@ class TraceReader:
         op = data.pop("op", None)
         if not isinstance(op, str) or op not in NEEDS:
             raise self._error(number, f"unknown operation {op!r}")
+        if op == UNHEARD:  # what follows is about a mapping that nobody knows: no verdict
+            raise self._error(
+                number,
+                "the trace is incomplete from here on: somebody wrote the mapping past the "
+                f"allocator; its first {number - 1} lines can be replayed",
+            )
         checks = _CHECKS[op]
         if data.keys() != checks.keys():
             raise self._error(number, f"{op} takes {', '.join(NEEDS[op]) or 'nothing'}")

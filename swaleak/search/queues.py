@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -88,33 +89,38 @@ def queue_kinds(make: Callable[[int, int], Allocator], page_size: int) -> Kinds:
     """
     seen: dict[tuple[int, str], set[Kind]] = {}
     for attempt in _ATTEMPTS:
-        allocator = make(4, 3 * page_size + 5)
-        allocator.alloc_swa(3 * page_size)  # from here on SWA numbers are out of reach of full ones
-        node, other = allocator.alloc(1), allocator.alloc(1)
-        assert node is not None and other is not None
-        peers, others = allocator.translate(node).clone(), allocator.translate(other).clone()
-        ranges = {
-            FULL_SLOT: set(node.tolist()),
-            SWA_SLOT: set(peers.tolist()),
-            FULL_PAGE: {int(node[0]) // page_size},
-            SWA_PAGE: {int(peers[0]) // page_size},
-        }
-        try:
-            if attempt == "free_full":
-                allocator.free_swa(node)
-            allocator.group_begin()
-            getattr(allocator, attempt)(node)
-        except RAISED:  # the search will come across it, and tell
-            continue
-        for _ in range(2):  # before and after a write to the mapping
-            for i, part in enumerate(allocator.parts()):
-                for name, value in vars(part).items():
-                    for numbers, item in entries(value) if isinstance(value, list) else ():
-                        if item is not None and numbers:
-                            found = _kind_of(set(numbers), ranges)
-                            seen.setdefault((i, name), set()).add(found)
-            allocator.point(node, others)
+        with suppress(*RAISED):  # the search will come across it, and tell
+            _queue(make(4, 3 * page_size + 5), page_size, attempt, seen)
     return {queue: kinds.pop() for queue, kinds in seen.items() if len(kinds) == 1}
+
+
+def _queue(
+    allocator: Allocator, page_size: int, attempt: str, seen: dict[tuple[int, str], set[Kind]]
+) -> None:
+    """Free a node in a group, and enter the kinds of what is queued then."""
+    allocator.alloc_swa(3 * page_size)  # from here on SWA numbers are out of reach of full ones
+    node, other = allocator.alloc(1), allocator.alloc(1)
+    if node is None or other is None:
+        return
+    peers, others = allocator.translate(node).clone(), allocator.translate(other).clone()
+    ranges = {
+        FULL_SLOT: set(node.tolist()),
+        SWA_SLOT: set(peers.tolist()),
+        FULL_PAGE: {int(node[0]) // page_size},
+        SWA_PAGE: {int(peers[0]) // page_size},
+    }
+    if attempt == "free_full":
+        allocator.free_swa(node)
+    allocator.group_begin()
+    getattr(allocator, attempt)(node)
+    for _ in range(2):  # before and after a write to the mapping
+        for i, part in enumerate(allocator.parts()):
+            for name, value in vars(part).items():
+                for numbers, item in entries(value) if isinstance(value, list) else ():
+                    if item is not None and numbers:
+                        found = _kind_of(set(numbers), ranges)
+                        seen.setdefault((i, name), set()).add(found)
+        allocator.point(node, others)
 
 
 _ATTEMPTS = ("free", "free_swa", "free_full", "free_segment", "free_swa_segment")

@@ -33,13 +33,13 @@ class Driver:
     def alloc(self, pages: int) -> Tensor | None:
         """``alloc`` at page size 1, else whole pages from each pool and a mapping between them."""
         if self.page_size == 1:
-            return cast("Tensor | None", self.allocator.alloc(pages))
+            return _handed_out(self.allocator.alloc(pages))
         slots = pages * self.page_size
         if slots > min(self.full_pool.available_size(), self.swa_pool.available_size()):
             return None
         full, swa = self.full_pool.alloc(slots), self.swa_pool.alloc(slots)
         self.allocator.set_full_to_swa_mapping(full, swa)
-        return cast(Tensor, full)
+        return _handed_out(full)
 
     def alloc_tail(self, pages: int, tail: int) -> Tensor | None:
         """``alloc_extend_swa_tail`` for a request without a prefix."""
@@ -55,7 +55,7 @@ class Driver:
             tokens,
             tail * self.page_size,
         )
-        return cast("Tensor | None", full)
+        return _handed_out(full)
 
     def extend(self, prefix: int, last: Tensor | None, tokens: int) -> Tensor | None:
         """``alloc_extend`` for one request; ``alloc`` at page size 1, as SGLang's scheduler does.
@@ -63,7 +63,7 @@ class Driver:
         ``last``: int64[1], slot of its last token, None for a request without a prefix.
         """
         if self.page_size == 1:
-            return cast("Tensor | None", self.allocator.alloc(tokens))
+            return _handed_out(self.allocator.alloc(tokens))
         device = self.state().mapping.device
         before, after = torch.tensor([prefix]), torch.tensor([prefix + tokens])
         if last is None:
@@ -71,19 +71,19 @@ class Driver:
         full = self.allocator.alloc_extend(
             before.to(device), before, after.to(device), after, last, tokens
         )
-        return cast("Tensor | None", full)
+        return _handed_out(full)
 
     def decode(self, prefix: int, last: Tensor) -> Tensor | None:
         """``alloc_decode`` for one request of ``prefix`` tokens; ``alloc`` at page size 1."""
         if self.page_size == 1:
-            return cast("Tensor | None", self.allocator.alloc(1))
+            return _handed_out(self.allocator.alloc(1))
         after = torch.tensor([prefix + 1])
         full = self.allocator.alloc_decode(after.to(last.device), after, last)
-        return cast("Tensor | None", full)
+        return _handed_out(full)
 
     def alloc_swa(self, pages: int) -> Tensor | None:
         """``swa_attn_allocator.alloc``: SWA slots that nothing maps to yet."""
-        return cast("Tensor | None", self.swa_pool.alloc(pages * self.page_size))
+        return _handed_out(self.swa_pool.alloc(pages * self.page_size))
 
     def free(self, full: Tensor) -> None:
         """``free``."""
@@ -171,6 +171,13 @@ class Driver:
         return getattr(self.allocator, done)
 
 
+def _handed_out(slots: Any) -> Tensor | None:
+    """Return what an allocation gave; ``TypeError`` unless that is int64[n], or None."""
+    if slots is not None and not (isinstance(slots, Tensor) and slots.dim() == 1):
+        raise TypeError(f"an allocation returned {type(slots).__name__}, not slots")
+    return slots
+
+
 def _free_list(pool: Any) -> Tensor:
     """Return int64[n]: free pages, and those that wait to be sorted in (``release_pages``)."""
     waiting = getattr(pool, "release_pages", None)
@@ -179,12 +186,21 @@ def _free_list(pool: Any) -> Tensor:
     return torch.cat((pool.free_pages, waiting))
 
 
+# ``clear`` is left to the class: it resets what else there is, and calls that of GroupedFrees
+_GROUPED = {
+    name: member
+    for name, member in vars(GroupedFrees).items()
+    if not name.startswith("__") and name != "clear"
+}
+
+
 def graft(base: type[Any], strategy: type[Strategy]) -> type[Any]:
     """Return a subclass of ``base`` (SGLang's hybrid allocator) that frees by ``strategy``.
 
     Everything that frees or groups comes from ``GroupedFrees``, the code of the built-in model;
     everything else stays SGLang's. The mapping is guarded if the strategy listens to writes, so
-    that direct tensor writes are heard as well.
+    that direct tensor writes are heard as well. Raises what ``base`` raises if it will have no
+    subclass.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -192,8 +208,15 @@ def graft(base: type[Any], strategy: type[Strategy]) -> type[Any]:
         base.__init__(self, *args, **kwargs)
         self.guard_mapping()
 
+    def take_strategy(self: Any, _own: type[Strategy]) -> None:
+        GroupedFrees.take_strategy(self, strategy)
+
     members = {"__init__": __init__, "__doc__": f"{base.__name__} with {strategy.long_name} frees."}
-    return type(f"{strategy.__name__}{base.__name__}", (GroupedFrees, base), members)
+    bases: tuple[type[Any], ...] = (GroupedFrees, base)
+    if issubclass(base, GroupedFrees):  # one of the built-in model's kind: it names its own
+        members = _GROUPED | {"take_strategy": take_strategy} | members
+        bases = (base,)
+    return type(f"{strategy.__name__}{base.__name__}", bases, members)
 
 
 def ships(driver: Driver) -> str:

@@ -15,16 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swaleak.sglang.watch import (
-    EDGES,
-    FREES,
-    POINTS,
-    RESETS,
-    Hooks,
-    Place,
-    place_of,
-    slots_of,
-)
+from swaleak.script.trace import PEER_FREES
+from swaleak.sglang.watch import EDGES, POINTS, RESETS, Hooks, Place, place_of, slots_of
 
 logger = logging.getLogger("swaleak")
 
@@ -92,7 +84,7 @@ class Auditor:
     ``fix``: the strategy that is grafted on the class, if any.
     """
 
-    CALLS = (*FREES, *POINTS, *RESETS, *EDGES)  # those it wants to hear of
+    CALLS = (*PEER_FREES, *POINTS, *RESETS, *EDGES)  # those it wants to hear of
 
     def __init__(self, gauge: Gauge, fix: str | None) -> None:
         self.gauge = gauge
@@ -106,7 +98,7 @@ class Auditor:
 
     def connect(self, hooks: Hooks) -> None:
         """Ask for what happens inside groups."""
-        for name in FREES:
+        for name in PEER_FREES:
             hooks.add([name], self._freed(name))
         for name in POINTS:
             hooks.add([name], self._pointed(name))
@@ -175,7 +167,7 @@ class Auditor:
                 freed = (
                     f"its free was queued by {how} at {Place(where, instruction)}"
                     for how, freed, where, instruction in self.calls
-                    if how in FREES and torch.isin(freed // size, mine // size).any()
+                    if how in PEER_FREES and torch.isin(freed // size, mine // size).any()
                 )
                 return [
                     next(freed, "nobody had freed it"),

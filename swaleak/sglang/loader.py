@@ -13,7 +13,7 @@ import linecache
 from types import CodeType, ModuleType
 from typing import Any
 
-from swaleak.errors import RAISED, TargetError, told
+from swaleak.errors import TargetError, told
 from swaleak.sglang import shims
 from swaleak.sglang.source import ALLOCATOR, KERNELS, SourceTree
 
@@ -110,10 +110,11 @@ class _Importer:
             raise
         except SyntaxError as error:
             raise TargetError(f"{self.tree.label}: {path}:{error.lineno}: {error.msg}") from None
-        except RAISED as error:
-            raise TargetError(
-                f"{self.tree.label}: {path} cannot be loaded: {told(error)}"
-            ) from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module may raise whatever it likes
+            reason = f"{path} cannot be loaded: {told(error)}"
+            raise TargetError(f"{self.tree.label}: {reason}") from None
 
     def missing(self, name: str, how: str = "") -> TargetError:
         """Return the error for a name of SGLang that no shim provides."""

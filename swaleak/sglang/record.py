@@ -6,16 +6,25 @@ calls together.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swaleak.script.trace import HANDS_OUT, Header, Ranges, TraceWriter, line
+from swaleak.column import Column
+from swaleak.script.trace import (
+    FREES,
+    GROWS,
+    HANDS_OUT,
+    UNHEARD,
+    Header,
+    Ranges,
+    TraceWriter,
+    line,
+)
 from swaleak.sglang.live import Gauge
-from swaleak.sglang.watch import FREES, FULL_FREES, RESETS, Hooks, slots_of
+from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS, RESETS, Hooks, slots_of
 
 FEW = 64  # slots that are looked up one by one
 MANY = 512  # calls outside groups that are kept at most
@@ -28,35 +37,34 @@ PARAMETERS["alloc_extend_swa_tail"] = (
     "extend_num_tokens",
     "swa_tail_len",
 )
-SHORT = {"alloc_extend": "extend", "alloc_decode": "decode", "alloc_extend_swa_tail": "tail"}
+GROWN = frozenset(GROWS.values())
 
-
-# a call not written yet: its name, full slots, SWA slots (int64[n] each), what else it takes
+# a call not written yet: its name, or its line once that is finished; full slots, SWA slots
+# (int64[n] each), what else it takes
 Kept = tuple[str, Tensor | None, Tensor | None, dict[str, Any] | None]
 
 
 class Numbers:
     """Every slot a pool hands out gets the next number; this is who has which, 8 bytes a slot.
 
-    A few slots are looked up one by one, which is faster than five kernels; many, by kernels. Both
-    see the same memory.
+    A few slots are looked up one by one, which is faster than five kernels; many, by kernels.
     """
 
     def __init__(self, slots: int) -> None:
-        self.of_slot = array("q", bytes(8 * (slots + 1)))
-        self.tensor = torch.frombuffer(self.of_slot, dtype=torch.int64)
+        self.of_slot = Column(slots + 1)
         self.next = 1
 
     def give(self, slots: Tensor) -> int:
         """Number ``slots``, int64[n], in order. Returns the first number."""
         first, count = self.next, slots.numel()
         self.next = first + count
+        cells = self.of_slot.cells
         if count <= FEW:
             for number, slot in enumerate(slots.tolist(), start=first):
-                self.of_slot[slot] = number
+                cells[slot] = number
         else:
-            self.tensor[slots] = torch.arange(first, self.next)
-        self.of_slot[0] = 0  # the padding slot is nobody's: "no peer"
+            self.of_slot.tensor[slots] = torch.arange(first, self.next)
+        cells[0] = 0  # the padding slot is nobody's: "no peer"
         return first
 
     def ranges(self, several: list[Tensor]) -> list[Ranges]:
@@ -64,7 +72,7 @@ class Numbers:
         lengths = [slots.numel() for slots in several]
         if sum(lengths) <= FEW * len(lengths):
             return [self._one_by_one(slots.tolist()) for slots in several]
-        numbers = self.tensor[torch.cat(several)]
+        numbers = self.of_slot.tensor[torch.cat(several)]
         ends = torch.tensor(lengths).cumsum(0)
         step = numbers.diff()
         nobody = numbers == 0
@@ -77,9 +85,9 @@ class Numbers:
         return [pairs[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
 
     def _one_by_one(self, slots: list[int]) -> Ranges:
-        of_slot, found, last, follows = self.of_slot, [], [0, 0], -1
+        cells, found, last, follows = self.of_slot.cells, [], [0, 0], -1
         for slot in slots:
-            number = of_slot[slot]
+            number = cells[slot]
             if number == follows:
                 last[1] += 1
                 follows += number > 0
@@ -91,27 +99,35 @@ class Numbers:
 
 
 class Recorder:
-    """Writes one allocator's trace. ``fix``: the strategy that is grafted on the class."""
+    """Writes one allocator's trace to ``path``, with the process number in it.
+
+    ``fix``: the strategy that is grafted on the class, if any. Raises ``OSError`` where no file
+    can be made; ``watched`` keeps that from the server.
+    """
 
     def __init__(self, allocator: Any, gauge: Gauge, path: str, fix: str | None) -> None:
         self.allocator = allocator
         self.gauge = gauge
         self.fix = fix
         self.writer = TraceWriter(path)
+        self.unheard = False
         self.on_host = gauge.mapping.device.type == "cpu"
         self._start()
 
     def connect(self, hooks: Hooks) -> None:
         """Ask for every call that allocates, frees, points or groups."""
+        if not self.gauge.mapping.is_inference():  # such a tensor counts no writes
+            self.version = self.gauge.mapping._version
+            hooks.add((*EVERY_CALL, *POOL_CALLS), self._listen, self._settle)
         hooks.add(["alloc"], None, self._alloc)
         for name in PARAMETERS:
             hooks.add([name], None, self._grow(name))
-        for name in (*FREES, *FULL_FREES):
+        for name in FREES:
             hooks.add([name], self._free(name))
         hooks.add(["clear_full_to_swa_mapping"], self._free("clear"))
         hooks.add(["set_full_to_swa_mapping"], self._point)
-        hooks.add(["full.alloc"], None, self._take("full"))
-        hooks.add(["swa.alloc"], None, self._take("swa"))
+        hooks.add(["full.alloc"], None, self._took_full)
+        hooks.add(["swa.alloc"], None, self._took_swa)
         hooks.add(["full.free"], self._free_full_pool)
         hooks.add(["swa.free"], self._free_swa_pool)
         hooks.add(["free_group_begin"], self._begin)
@@ -128,6 +144,18 @@ class Recorder:
         self.full = Numbers(len(self.gauge.mapping))
         self.swa = Numbers((self.gauge.pages + 1) * size)
 
+    def _listen(self, _args: Any, _kwargs: Any) -> None:
+        """Take note if the mapping was written since the last call ended, by whoever it was.
+
+        A tensor counts its writes on the host: nobody waits for a device.
+        """
+        if self.gauge.mapping._version != self.version:
+            self.kept.append((UNHEARD, None, None, None))
+            self.unheard = True
+
+    def _settle(self, *_: Any) -> None:
+        self.version = self.gauge.mapping._version
+
     def _reset(self, *_: Any) -> None:
         self._write()
         self._start()
@@ -137,7 +165,7 @@ class Recorder:
             self._keep(("alloc", result, self.gauge.mapping[result], None))
 
     def _grow(self, name: str) -> Callable[..., None]:
-        op, parameters = SHORT[name], PARAMETERS[name]
+        op, parameters = GROWS[name], PARAMETERS[name]
 
         def after(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor | None) -> None:
             if result is None:
@@ -154,16 +182,13 @@ class Recorder:
 
         return after
 
-    def _take(self, pool: str) -> Callable[..., None]:
-        def after(_args: Any, _kwargs: Any, result: Tensor | None) -> None:
-            if result is None:
-                return
-            if pool == "full":
-                self._keep(("alloc_full", result, None, None))
-            else:
-                self._keep(("alloc_swa", None, result, None))
+    def _took_full(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
+        if result is not None:
+            self._keep(("alloc_full", result, None, None))
 
-        return after
+    def _took_swa(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
+        if result is not None:
+            self._keep(("alloc_swa", None, result, None))
 
     def _free(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,13 +231,15 @@ class Recorder:
         kept, self.kept = self.kept, []
         if not self.on_host:
             kept = _to_host(kept)
+        if self.unheard:
+            kept, self.unheard = _unexplained(kept), False
         text: list[str] = []
         waiting: list[Kept] = []
         freed = False
         for call in kept:
             op = call[0]
             if op in HANDS_OUT:
-                if freed or op in GROWS:
+                if freed or op in GROWN:
                     # what is handed out now may have been freed by a call that still waits
                     self._name(waiting, text)
                     waiting, freed = [], False
@@ -257,12 +284,22 @@ class Recorder:
                     data["full"] = next(full)
                 if has_swa is not None:
                     data["swa"] = next(swa)
-                if op in GROWS:
+                if op in GROWN:
                     data["last"] = self.last
                 text.append(line(op, data))
 
 
-GROWS = frozenset(SHORT.values())
+def _unexplained(kept: list[Kept]) -> list[Kept]:
+    """Leave out the unheard writes that are a cache's own: the trace says what those did.
+
+    A cache that has re-pointed a node clears the newcomer's entries directly, and then frees its
+    full slots in their pool.
+    """
+    return [
+        call
+        for call, (op, _, _, rest) in zip(kept, [*kept[1:], kept[-1]], strict=True)
+        if not (call[0] == UNHEARD and op == "free_full_pool" and rest and not rest["peers"].any())
+    ]
 
 
 def _to_host(kept: list[Kept]) -> list[Kept]:

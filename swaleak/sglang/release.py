@@ -7,19 +7,23 @@ and the version in it, so that it is read by the same code.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
 from swaleak.errors import TargetError, UsageError, unknown
+from swaleak.files import sweep, write_whole
 from swaleak.sglang.source import SourceTree, from_wheel
 
 FIRST = "0.5.13.post1"  # the first release with the allocator package
@@ -40,7 +44,8 @@ _ANY_WHEEL = (
     *(f"--platform=manylinux_2_{minor}_x86_64" for minor in (39, 38, 35, 34, 31, 28, 17)),
     "--platform=manylinux2014_x86_64",
 )
-_STALE = 24 * 3600  # seconds after which an abandoned download is swept up
+_SCRATCH = ".fetch-"  # how a download that is under way is called
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def is_version(name: str) -> bool:
@@ -76,14 +81,14 @@ def from_release(name: str) -> SourceTree:
             return _named(from_wheel(kept), version)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        scratch = tempfile.mkdtemp(prefix=".fetch-", dir=folder)
+        sweep(folder, _SCRATCH)
+        scratch = tempfile.mkdtemp(prefix=_SCRATCH, dir=folder)
     except OSError:  # no cache to be had: fetch it for this run only
         scratch = tempfile.mkdtemp(prefix="swaleak-")
     try:
         tree = _named(from_wheel(_download(version, Path(scratch))), version)
         with contextlib.suppress(OSError):
-            _keep(tree, Path(scratch), kept)
+            _keep(tree, kept)
         return tree
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -93,34 +98,38 @@ def _named(tree: SourceTree, version: str) -> SourceTree:
     return SourceTree(tree.files, version, f"sglang-{version}", f"sglang {version}")
 
 
-def _keep(tree: SourceTree, scratch: Path, kept: Path) -> None:
-    """Write what is kept beside ``kept`` and rename it into place."""
-    small = scratch / "kept.zip"
+def _keep(tree: SourceTree, kept: Path) -> None:
+    """Write what is kept of a release. Raises ``OSError``."""
+    small = io.BytesIO()
     with zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in sorted(tree.files.items()):
             archive.writestr(zipfile.ZipInfo(name), text)
         metadata = f"sglang-{tree.version}.dist-info/METADATA"
         archive.writestr(zipfile.ZipInfo(metadata), f"Version: {tree.version}\n")
-    with open(small, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(small, kept)
-
-
-def _sweep(folder: Path) -> None:
-    for abandoned in folder.glob(".fetch-*"):
-        with contextlib.suppress(OSError):  # another run may have swept it
-            if time.time() - abandoned.stat().st_mtime > _STALE:
-                shutil.rmtree(abandoned, ignore_errors=True)
+    write_whole(kept, small.getvalue(), _SCRATCH)
 
 
 def _download(version: str, folder: Path) -> Path:
     command = [*_pip(), "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
     command += [*_ANY_WHEEL, "--retries=1", "--dest", str(folder), f"sglang=={version}"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", preexec_fn=_dies_with_us()
+    )
     wheels = list(folder.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]
     raise _explain(version, done.stdout + done.stderr)
+
+
+def _dies_with_us() -> Callable[[], None] | None:
+    """Return what a child runs first, so that it is killed when this process is.
+
+    Else a pip goes on filling a folder that nobody will read. Linux only.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up here: little is safe after a fork
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _pip() -> list[str]:

@@ -79,10 +79,10 @@ def from_folder(path: Path) -> SourceTree:
 
 def from_installed() -> SourceTree:
     """Read the SGLang of this environment, found without importing it."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
+    package = _installed()
+    if package is None:
         raise UsageError("SGLang is not installed here; name a wheel or a checkout with --on")
-    tree = from_folder(Path(next(iter(spec.submodule_search_locations))).parent)
+    tree = from_folder(package.parent)
     try:
         version: str | None = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -92,10 +92,18 @@ def from_installed() -> SourceTree:
 
 def is_installed() -> bool:
     """Whether this environment has an SGLang, told without importing it."""
+    return _installed() is not None
+
+
+def _installed() -> Path | None:
+    """Return the folder of the package ``sglang``, if there is one to import."""
     try:
-        return importlib.util.find_spec("sglang") is not None
+        spec = importlib.util.find_spec("sglang")
     except ValueError:  # a half-initialised module of that name
-        return False
+        return None
+    if spec is None or spec.origin is None:  # none, or any folder of that name, such as a clone
+        return None
+    return Path(spec.origin).parent
 
 
 def _pick(names: Iterable[str], text: Callable[[str], str]) -> dict[str, str]:

@@ -17,12 +17,12 @@ import torch
 
 from swaleak.allocator.state import State
 from swaleak.allocator.strategy import STRATEGIES, Strategy
-from swaleak.errors import TargetError
+from swaleak.errors import RAISED, TargetError, told
 from swaleak.script.ops import Group, TreeOp
 from swaleak.sglang.adapter import Driver, graft
+from swaleak.sglang.loader import CLASS
 
 MEM_CACHE = "sglang.srt.mem_cache"
-ALLOCATOR = "SWATokenToKVPoolAllocator"
 CLASSES = {
     "swa": (f"{MEM_CACHE}.swa_radix_cache", "SWARadixCache"),
     "unified": (f"{MEM_CACHE}.unified_radix_cache", "UnifiedRadixCache"),
@@ -44,18 +44,16 @@ class Caches:
             warnings.simplefilter("ignore")
             try:
                 import_module("sglang.srt.plugins").load_plugins()
-                self.allocator: type[Any] = _name(f"{MEM_CACHE}.allocator.swa", ALLOCATOR)
-                self._pool = _name(f"{MEM_CACHE}.swa_memory_pool", "SWAKVPool")
-                self._params = _name(f"{MEM_CACHE}.cache_init_params", "CacheInitParams")
-                self._key = _name(f"{MEM_CACHE}.radix_cache", "RadixKey")
-                self._calls = import_module(f"{MEM_CACHE}.base_prefix_cache")
-                self.component = _name(f"{MEM_CACHE}.unified_cache.components", "ComponentType")
+                self.allocator: type[Any] = _get(f"{MEM_CACHE}.allocator.swa", CLASS)
+                self._pool_class = _get(f"{MEM_CACHE}.swa_memory_pool", "SWAKVPool")
+                self._cache_params = _get(f"{MEM_CACHE}.cache_init_params", "CacheInitParams")
+                self._key_class = _get(f"{MEM_CACHE}.radix_cache", "RadixKey")
+                self._parameters = import_module(f"{MEM_CACHE}.base_prefix_cache")
+                self.component = _get(f"{MEM_CACHE}.unified_cache.components", "ComponentType")
                 self._classes = {k: found for k, v in CLASSES.items() if (found := _find(*v))}
-            except Exception as error:
-                reason = " ".join(str(error).split())
-                raise TargetError(
-                    f"the installed SGLang cannot be imported: {type(error).__name__}: {reason}"
-                ) from None
+            except RAISED as error:
+                reason = f"the installed SGLang cannot be imported: {told(error)}"
+                raise TargetError(reason) from None
 
     @cached_property
     def left_out(self) -> dict[str, str]:
@@ -94,7 +92,7 @@ class Caches:
         if strategy is not None:
             class_ = graft(class_, STRATEGIES[strategy])
         allocator = self._make_allocator(class_, full_pages, swa_pages, page_size)
-        params = self._params(
+        params = self._cache_params(
             disable=False,
             req_to_token_pool=None,
             token_to_kv_pool_allocator=allocator,
@@ -107,7 +105,7 @@ class Caches:
 
     def _make_allocator(self, class_: Any, full_pages: int, swa_pages: int, page_size: int) -> Any:
         full, swa = full_pages * page_size, swa_pages * page_size
-        pool = self._pool(
+        pool = self._pool_class(
             full, swa, page_size, torch.bfloat16, 1, 1, [0], [1], device=self.device
         )  # one head of one element: only the bookkeeping is looked at
         return class_(full, swa, page_size, torch.bfloat16, self.device, pool, False)
@@ -115,11 +113,11 @@ class Caches:
     def key(self, prompt: str, page_size: int) -> Any:
         """Return the cache's key for a prompt, ``page_size`` tokens a letter."""
         tokens = [ord(c) * page_size + i for c in prompt for i in range(page_size)]
-        return self._key(array.array("q", tokens))
+        return self._key_class(array.array("q", tokens))
 
     def params(self, name: str, **values: Any) -> Any:
         """Return one of SGLang's parameter objects, such as ``InsertParams``."""
-        return getattr(self._calls, name)(**values)
+        return getattr(self._parameters, name)(**values)
 
 
 class Owned(NamedTuple):
@@ -248,14 +246,14 @@ class PoolEmpty(Exception):
     """The script asks for more pages than the pools have."""
 
 
-def _name(module: str, name: str) -> Any:
+def _get(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
 def _find(module: str, name: str) -> Any:
     """Return a class that not every release has, or None."""
     try:
-        return _name(module, name)
+        return _get(module, name)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from swaleak.script.trace import FREES, GROWS
+
 logger = logging.getLogger("swaleak")
 
 Before = Callable[[tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 
 # calls of the hybrid allocator by what they do; a release that lacks one is not told of it
-ALLOCS = ("alloc", "alloc_extend", "alloc_extend_swa_tail", "alloc_decode")
-FREES = ("free", "free_swa", "free_segment", "free_swa_segment")
-FULL_FREES = ("free_full", "free_full_segment")
+ALLOCS = ("alloc", *GROWS)
 POINTS = ("set_full_to_swa_mapping", "clear_full_to_swa_mapping")
 RESETS = ("clear", "resize")
 EDGES = ("free_group_begin", "free_group_end")
-EVERY_CALL = (*ALLOCS, *FREES, *FULL_FREES, *POINTS, *RESETS, *EDGES)
+EVERY_CALL = (*ALLOCS, *FREES, *POINTS, *RESETS, *EDGES)
 # frees that stand for others, such as free_page_ids, are made inside a call of the allocator
 POOL_CALLS = ("full.alloc", "full.free", "swa.alloc", "swa.free")
 

@@ -1,33 +1,24 @@
-"""A target's name -> something that makes allocators."""
+"""The targets: what makes allocators, and what it says about itself."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.device import free_memory
-from swaleak.errors import RAISED, SwaleakError, TargetError, UsageError, told, unknown
-from swaleak.sglang import release, source
+from swaleak.errors import RAISED, SwaleakError, TargetError, UsageError, told
 from swaleak.sglang.adapter import Driver, graft, ships
-from swaleak.sglang.loader import load
-from swaleak.sglang.patch import patched
 from swaleak.sglang.shims import BaseSWAKVPool
 
 SHIPPED = "shipped"
 UNASKED = 2**20  # bytes of pools; below, asking what is free takes longer than making them
-# every name that is understood -> the short one
-STRATEGY_NAMES = {
-    **{name: s.name for s in STRATEGIES.values() for name in (s.name, s.long_name)},
-    SHIPPED: SHIPPED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +137,11 @@ class OfClass:
         if self.origin(strategy) == self._own:
             return self._driver(self._class, sizes)
         if strategy not in self._grafts:
-            self._grafts[strategy] = graft(self._class, STRATEGIES[strategy])
+            try:
+                self._grafts[strategy] = graft(self._class, STRATEGIES[strategy])
+            except RAISED as error:  # a metaclass, __init_subclass__
+                reason = f"{strategy} cannot be grafted on it, it allows no subclass: {told(error)}"
+                raise TargetError(f"{self.name}: {reason}") from None
         return self._driver(self._grafts[strategy], sizes)
 
     def _driver(self, class_: type[Any], sizes: Sizes) -> Driver:
@@ -162,76 +157,12 @@ class OfClass:
                     need_sort=False,
                 )
             )
-            if not all(isinstance(part, torch.Tensor) for part in driver.state()[1:4]):
-                raise TypeError("its mapping and free lists are no tensors")
+            _check_shape(driver, sizes, self.device)
             return driver
-        except RAISED as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a constructor may raise whatever it likes
             raise _cannot_make(self.name, sizes, error) from None
-
-
-def open_target(name: str, device: str, patches: list[str] | None = None) -> Target:
-    """Return the target that ``name`` means on ``device`` (a torch device name).
-
-    ``patches``: files with diffs to apply to its sources first, "-" for standard input. Raises
-    ``UsageError`` for a name that means nothing, ``TargetError`` for one that cannot be loaded.
-    """
-    if name == "auto":
-        name = "installed" if source.is_installed() else "builtin"
-    if name == "builtin" or _is_class(name):
-        if patches:
-            raise UsageError(f"--patch needs SGLang's sources to apply to, not {name}")
-        return Builtin(device) if name == "builtin" else _user_class(name, device)
-    tree = _tree_named(name)
-    notes: tuple[str, ...] = ()
-    if patches:
-        tree, left_out = patched(tree, patches)
-        notes = tuple(f"left out, not in the allocator package: {path}" for path in left_out)
-    return OfClass(
-        load(tree, device),
-        tree.label,
-        device,
-        version=tree.version,
-        patched=bool(patches),
-        installed=name == "installed",
-        notes=notes,
-    )
-
-
-def _tree_named(name: str) -> source.SourceTree:
-    if name == "installed":
-        return source.from_installed()
-    path = Path(name)
-    try:
-        if name and path.is_dir():
-            return source.from_folder(path)
-        if path.is_file():
-            return source.from_wheel(path)
-    except OSError as error:  # such as a name too long for any file
-        raise UsageError(f"{name[:60]}: {error.strerror or error}") from None
-    if release.is_version(name):
-        return release.from_release(name)
-    if "/" in name or name.endswith(".whl"):
-        raise UsageError(f"{name}: no such file or folder")
-    known = ("auto", "builtin", "installed", *release.RELEASES)
-    raise UsageError(f"{unknown('target', name, known)} (or a path, or module:Class)")
-
-
-def _is_class(name: str) -> bool:
-    module, _, class_ = name.partition(":")
-    return class_.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def _user_class(name: str, device: str) -> OfClass:
-    module, _, attribute = name.partition(":")
-    if "" not in sys.path:  # a console script does not look in the folder it is called from
-        sys.path.insert(0, "")
-    try:
-        class_ = getattr(importlib.import_module(module), attribute)
-    except RAISED as error:
-        raise TargetError(f"{name}: {told(error)}") from None
-    if not isinstance(class_, type):
-        raise TargetError(f"{name}: is no class")
-    return OfClass(class_, name, device)
 
 
 def kv_pool_for(class_: type[Any]) -> Any:
@@ -262,22 +193,33 @@ def _check_memory(sizes: Sizes, device: str) -> None:
         )
 
 
+def _check_shape(driver: Driver, sizes: Sizes, device: str) -> None:
+    """Raise ``TypeError`` for an allocator whose state cannot be read as ``State`` has it."""
+    mapping, *free_lists = driver.state()[1:4]
+    for what, tensor in (("mapping", mapping), *(("free list", pages) for pages in free_lists)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"its {what} is no tensor")
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"its {what} is no int64[n], but {tensor.dtype} of {[*tensor.shape]}")
+        if tensor.device.type != torch.device(device).type:
+            raise TypeError(f"its {what} is on {tensor.device}, not on {device}")
+    wanted = sizes.full_pages * sizes.page_size + 1
+    if len(mapping) <= wanted:
+        raise TypeError(f"its mapping has {len(mapping)} entries, for {wanted} slots and the last")
+    for part in driver.parts():
+        if not hasattr(part, "__dict__"):
+            raise TypeError(f"{type(part).__name__} keeps its state in slots, not in attributes")
+
+
 def _cannot_make(name: str, sizes: Sizes, error: BaseException) -> SwaleakError:
     if isinstance(error, SwaleakError):
         return error
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in told(error):
         return UsageError(
             f"{sizes.full_pages} full and {sizes.swa_pages} SWA pages of {sizes.page_size} slots "
             f"do not fit into the device's memory"
         )
     return TargetError(f"{name}: its allocator cannot be made: {told(error)}")
-
-
-def strategy_of(name: str) -> str:
-    """Return the short name of a strategy, or ``shipped``; raises ``UsageError``."""
-    if name not in STRATEGY_NAMES:
-        raise UsageError(unknown("strategy", name, STRATEGY_NAMES))
-    return STRATEGY_NAMES[name]
 
 
 def _slots(sizes: Sizes) -> tuple[int, int]:
