@@ -25,6 +25,21 @@ CANDIDATES = {
     "deep": (FREE_SWA.format("self.free_swa(free_index)"), 1, "RecursionError: "),
     "leaves": (FREE_SWA.format("raise SystemExit(0)"), 1, "SystemExit: 0"),
     "refuses": (FREE_SWA.format("raise ValueError('no')"), 0, "refused: ValueError: no"),
+    "stingy": (
+        HEAD + "    def alloc(self, need_size):\n        return None\n",
+        1,
+        "step 1 error: Withheld: alloc bystander was given nothing, with 8 full and 8 SWA pages",
+    ),
+    "scant": (
+        HEAD + "    def alloc(self, need_size):\n        return super().alloc(need_size)[:0]\n",
+        1,
+        "step 1 error: Withheld: alloc bystander was given 0 slots, not 1",
+    ),
+    "unwilling": (
+        HEAD + "    def alloc(self, need_size):\n        raise ValueError('no')\n",
+        1,
+        "step 1 error: ValueError: no",
+    ),
     "gone": ("raise SystemExit(0)", 125, "gone_:Mine: SystemExit: 0"),
     "unmade": (HEAD + "        raise SystemExit(3)\n", 125, "SystemExit: 3"),
     "blank": (

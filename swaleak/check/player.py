@@ -80,6 +80,10 @@ class Starved(Exception):
     """A pool ran dry although, by the ledger, it should not have."""
 
 
+class Withheld(RuntimeError):
+    """An allocator has handed out nothing although it has room, or not what was asked for."""
+
+
 class Player:
     """Carries out operations on an allocator and enters them in a ledger.
 
@@ -130,20 +134,35 @@ class Player:
 
     def _alloc(self, op: ops.Alloc) -> None:
         self._room(op, op.pages, op.pages)
-        self._enter(op.node, self.allocator.alloc(op.pages))
+        self._enter(op, self.allocator.alloc(op.pages), op.pages)
 
     def _alloc_tail(self, op: ops.AllocTail) -> None:
         self._room(op, op.pages, op.tail)
-        self._enter(op.node, self.allocator.alloc_tail(op.pages, op.tail))
+        self._enter(op, self.allocator.alloc_tail(op.pages, op.tail), op.tail)
 
-    def _enter(self, name: str, full: Tensor | None) -> None:
-        if full is None:
-            raise Starved
-        self.slots[name] = full
-        first = full[:: self.allocator.page_size]
-        self.ledger.allocated(
-            name, Node(self._pages(first), self._peers(first), slots=full.numel())
-        )
+    def _enter(self, op: ops.Alloc | ops.AllocTail, full: Tensor | None, swa_pages: int) -> None:
+        size = self.allocator.page_size
+        full = self._given(op, full, op.pages * size, op.pages, swa_pages)
+        self.slots[op.node] = full
+        first = full[::size]
+        self.ledger.allocated(op.node, Node(self._pages(first), self._peers(first), full.numel()))
+
+    def _given(self, op: Op, slots: Tensor | None, count: int, full: int, swa: int) -> Tensor:
+        """Return the slots that were handed out for ``op``, which are to be ``count``.
+
+        ``full``, ``swa``: pages with which there is certainly room for it. Raises ``Starved`` if
+        there was nothing to hand out, ``Withheld`` if there was.
+        """
+        if slots is None:
+            state = self.allocator.state()
+            has_full, has_swa = len(state.full_free), len(state.swa_free)
+            if has_full < full or has_swa < swa:
+                raise Starved
+            pages = f"{has_full} full and {has_swa} SWA pages free"
+            raise Withheld(f"{describe(op)} was given nothing, with {pages}")
+        if slots.numel() != count:
+            raise Withheld(f"{describe(op)} was given {slots.numel()} slots, not {count}")
+        return slots
 
     def _extend(self, op: ops.Extend | ops.Decode) -> None:
         size = self.ledger.page_size
@@ -158,8 +177,8 @@ class Player:
             more = self.allocator.decode(node.slots, last)
         else:
             more = self.allocator.extend(node.slots, last, tokens)
-        if more is None:
-            raise Starved
+        # SGLang's estimate of what it takes may be a page too high
+        more = self._given(op, more, tokens, pages + 1, pages + 1)
         slots = self.slots[op.node] = more if before is None else torch.cat((before, more))
         first = slots[len(node.full) * size :: size]
         full, swa = node.full + self._pages(first), node.swa + self._peers(first)
@@ -210,9 +229,9 @@ class Player:
     def _load_back(self, op: ops.LoadBack) -> list[int | None]:
         node = self.ledger.nodes[op.node]
         self._room(op, 0, len(node.full))
-        swa = self.allocator.alloc_swa(len(node.full))
-        if swa is None:
-            raise Starved
+        pages = len(node.full)
+        handed_out = self.allocator.alloc_swa(pages)
+        swa = self._given(op, handed_out, pages * self.ledger.page_size, 0, pages)
         slots = self.slots[op.node]
         self.allocator.point(slots, swa[: len(slots)])
         return list(self._pages(swa[:: self.ledger.page_size]))

@@ -6,7 +6,9 @@ from collections import deque
 
 from torch import Tensor
 
-from swaleak.check.player import Allocator
+from swaleak.check.player import Allocator, Withheld
+from swaleak.script import ops
+from swaleak.script.ops import Op
 
 Fingerprint = list[tuple[object, int]]
 
@@ -60,9 +62,17 @@ MISTAKES = (
     RecursionError,
     SystemExit,
     TypeError,
+    Withheld,
 )
 
 
-def is_refusal(error: BaseException, before: Fingerprint, after: Fingerprint) -> bool:
-    """Whether an allocator that raised has refused: on purpose, and with nothing changed."""
-    return not isinstance(error, MISTAKES) and unchanged(before, after)
+HANDS_OUT = (ops.Alloc, ops.AllocTail, ops.Extend, ops.Decode, ops.LoadBack)
+
+
+def is_refusal(op: Op, error: BaseException, before: Fingerprint, after: Fingerprint) -> bool:
+    """Whether an allocator that raised has refused: on purpose, and with nothing changed.
+
+    To refuse an allocation is no answer: a script asks for no more than there is.
+    """
+    on_purpose = not isinstance(error, MISTAKES) and not isinstance(op, HANDS_OUT)
+    return on_purpose and unchanged(before, after)

@@ -109,7 +109,7 @@ class _Judge:
                 return False
             except RAISED as error:  # of SGLang's code: a result, not a crash
                 self._look(number, op)
-                same = is_refusal(error, before, fingerprint(self.player.allocator))
+                same = is_refusal(op, error, before, fingerprint(self.player.allocator))
                 self.raised = (number, told(error), same)
                 return False
             if self.looking or isinstance(op, ops.Expect):

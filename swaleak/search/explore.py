@@ -180,7 +180,7 @@ class Explorer:
         try:
             self._stage.play(op)
         except RAISED as error:
-            return is_refusal(error, before, fingerprint(self._stage.allocator))
+            return is_refusal(op, error, before, fingerprint(self._stage.allocator))
         return False
 
     def _fail(self, state: int, op: Op) -> None:

@@ -120,7 +120,7 @@ class Fuzzer:
             try:
                 player.play(op)
             except RAISED as error:  # of SGLang's code: a result
-                if is_refusal(error, before, fingerprint(player.allocator)) and not ending:
+                if is_refusal(op, error, before, fingerprint(player.allocator)) and not ending:
                     continue  # it refused, and nothing has happened
                 script.append(op)
                 break
