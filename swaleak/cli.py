@@ -140,7 +140,9 @@ def check(
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
-    """Judge candidates: with SGLang's code as it is, every scenario must be clean or refused.
+    """Judge candidates: with SGLang's code as it is, every scenario must be clean.
+
+    A latent scenario may be refused as well: it is misuse.
 
     Exit code 0: all are. 1: one is not. 125: a target cannot be loaded, so that
     `git bisect run swaleak check .` skips that commit.
@@ -525,9 +527,9 @@ def shrink(
         from swaleak.search.reduce import reduce
 
         (name,) = trace_strategies(target, [strategy] if strategy else None, header.fix)
-        small, followed = reduce(trace, target, name)
-        write_scenario(small, output)
-        report = shrink_report(about([target]), trace, output, small, followed)
+        small = reduce(trace, target, name)
+        write_scenario(small.scenario, output)
+        report = shrink_report(about([target]), trace, output, small)
     finish(report, format)
 
 

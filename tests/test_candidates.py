@@ -19,12 +19,17 @@ FREE_SWA = HEAD + "    def free_swa(self, free_index):\n        {}\n"
 
 # name -> module, exit code of check, what it says
 CANDIDATES = {
-    "well": (HEAD, 0, "14 runs, all clean or refused."),
+    "well": (HEAD, 0, "14 runs, all clean."),
     "typo": (FREE_SWA.format("self.chek()"), 1, "AttributeError: 'Mine' object has no attribute"),
     "name": (FREE_SWA.format("no_such_name"), 1, "NameError: name 'no_such_name' is not defined"),
     "deep": (FREE_SWA.format("self.free_swa(free_index)"), 1, "RecursionError: "),
     "leaves": (FREE_SWA.format("raise SystemExit(0)"), 1, "SystemExit: 0"),
-    "refuses": (FREE_SWA.format("raise ValueError('no')"), 0, "refused: ValueError: no"),
+    "refuses": (FREE_SWA.format("raise ValueError('no')"), 1, "refused: ValueError: no"),
+    "ungrouped": (
+        HEAD + "    def free_group_begin(self):\n        raise RuntimeError('no groups')\n",
+        1,
+        "refused: RuntimeError: no groups",
+    ),
     "stingy": (
         HEAD + "    def alloc(self, need_size):\n        return None\n",
         1,
@@ -134,7 +139,18 @@ def test_check(name: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (answer.code, said in words, answer.err.count("\n")) == (code, True, int(code > 2))
 
 
-@pytest.mark.parametrize(("name", "raised"), [("typo", "AttributeError"), ("leaves", "SystemExit")])
+RAISES = [
+    ("typo", "AttributeError"),
+    ("leaves", "SystemExit"),
+    ("refuses", "ValueError: no"),
+    ("ungrouped", "RuntimeError: no groups"),
+    ("stingy", "Withheld: alloc n1 was given nothing"),
+    ("scant", "Withheld: alloc n1 was given 0 slots"),
+    ("unwilling", "ValueError: no"),
+]
+
+
+@pytest.mark.parametrize(("name", "raised"), RAISES)
 @pytest.mark.parametrize("how", [("--depth", "4"), ("--random", "--steps", "20")])
 def test_explore_finds_what_raises(
     name: str, raised: str, how: tuple[str, ...], cli: Cli, tmp_path: Path, monkeypatch

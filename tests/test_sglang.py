@@ -149,7 +149,7 @@ def test_the_same_trace_is_clean_under_the_fixes(churned, strategy):
 def test_the_trace_shrinks_to_a_small_scenario(churned):
     trace, _, _, page_size = churned
     target = open_target("installed", "cpu")
-    small, _ = reduce(trace, target, "deferred")
+    small = reduce(trace, target, "deferred").scenario
     again = parse(to_toml(small), name=small.name, source="")
     verdicts = {name: run_case(again, target, name, page_size).verdict for name in STRATEGIES}
     clean = dict.fromkeys(STRATEGIES, "clean")

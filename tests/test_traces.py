@@ -26,6 +26,7 @@ from swaleak.sglang.adapter import Driver
 from swaleak.sglang.live import Gauge
 from swaleak.sglang.watch import watched
 from swaleak.target import Builtin
+from tests.conftest import sglang
 
 PAGES = 16
 PRODUCTION = [s.name for s in scenarios.catalogue() if s.reach == "production"]
@@ -86,7 +87,7 @@ def test_a_trace_that_leaks_is_clean_under_the_fixes(other, tmp_path):
 def test_a_trace_shrinks_to_a_scenario_that_still_leaks(page_size, tmp_path):
     path, _ = recorded(tmp_path, "tombstone-recovery", "deferred", page_size)
     target = Builtin("cpu")
-    small, _ = reduce(path, target, "deferred")
+    small = reduce(path, target, "deferred").scenario
     again = parse(to_toml(small), name=small.name, source="")
     verdicts = [run_case(again, target, name, page_size).verdict for name in STRATEGIES]
     assert (again.steps, len(again.steps) <= 8, verdicts) == (
@@ -94,6 +95,22 @@ def test_a_trace_shrinks_to_a_scenario_that_still_leaks(page_size, tmp_path):
         True,
         ["clean", "leak", "clean", "clean"],
     )
+
+
+@pytest.mark.wheels
+def test_what_was_shrunk_on_a_release_is_as_declared_there(tmp_path):
+    path, _ = recorded(tmp_path, "tombstone-recovery", "deferred", 4)
+    target = sglang("0.5.18")
+    small = reduce(path, target, "deferred").scenario
+    strategies = ("shipped", *STRATEGIES)
+    again = [run_case(small, target, strategy, 4) for strategy in strategies]
+    assert [(case.verdict, case.as_declared) for case in again] == [
+        ("leak", True),
+        ("clean", True),
+        ("leak", True),
+        ("clean", True),
+        ("clean", True),
+    ]
 
 
 def test_shrinking_a_clean_trace_is_refused(tmp_path):

@@ -93,7 +93,9 @@ def check_report(about: About, cases: Sequence[Case], left_out: int) -> Report:
     lines.append(
         f"{len(failed)} of {len(patched or cases)} runs failed."
         if failed
-        else f"{len(patched or cases)} runs, all clean or refused."
+        else f"{len(patched or cases)} runs, all clean, or refused where that is right."
+        if any(case.verdict == "refused" for case in patched or cases)
+        else f"{len(patched or cases)} runs, all clean."
     )
     sections = [Section("", Grid(columns, tuple(rows), series=True), tuple(lines))]
     return _report("check", about, not failed, sections, cases)

@@ -12,7 +12,7 @@ from swaleak.report.entries import violations_json
 from swaleak.report.facts import tell
 from swaleak.report.report import STYLES, About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
-from swaleak.script.scenario import Scenario
+from swaleak.search.reduce import Reduced
 from swaleak.words import numbers
 
 
@@ -51,18 +51,17 @@ def record_report(files: Sequence[Path], status: int) -> Report:
     return Report("record", status == 0, _count(files), (section,), body)
 
 
-def shrink_report(
-    about: About, path: Path, written: Path, small: Scenario, followed: Followed
-) -> Report:
+def shrink_report(about: About, path: Path, written: Path, small: Reduced) -> Report:
     """The steps that are left, and where they were written."""
-    steps = tuple((Cell(str(i)), Cell(describe(op))) for i, op in enumerate(small.steps, start=1))
-    bad = followed.first_bad
+    script = small.scenario.steps
+    steps = tuple((Cell(str(i)), Cell(describe(op))) for i, op in enumerate(script, start=1))
+    bad = small.followed.first_bad
     assert bad is not None
-    outcome = next(iter(small.expect.values()))
+    verdict, audit = small.run.verdict, small.run.audit
     lines = (
         f"{path.name} fails after group {bad.group}, line {bad.line}: {_told(bad)}",
-        f"In {len(small.steps)} steps: {outcome.verdict}, physical {outcome.physical}, mapped "
-        f"{outcome.mapped}. Written to {written};",
+        f"In {len(steps)} steps: {verdict}, physical {audit.physical}, mapped {audit.mapped}. "
+        f"Written to {written};",
         f"`swaleak repro {written}` replays it.",
     )
     grid = Grid(("step", "operation"), steps, frozenset({"step"}))
@@ -71,10 +70,10 @@ def shrink_report(
             {
                 "trace": str(path),
                 "scenario": str(written),
-                "steps": [describe(op) for op in small.steps],
-                "verdict": outcome.verdict,
-                "physical": outcome.physical,
-                "mapped": outcome.mapped,
+                "steps": [describe(op) for op in script],
+                "verdict": verdict,
+                "physical": audit.physical,
+                "mapped": audit.mapped,
             }
         ]
     }

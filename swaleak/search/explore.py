@@ -174,7 +174,9 @@ class Explorer:
                 return
 
     def _refuses(self, op: Op) -> bool:
-        """Whether an operation that has just raised leaves everything as it was."""
+        """Whether an operation that has just raised was refused, as only misuse may be."""
+        if not self.rules.latent:
+            return False
         self._stage.restore(self._points[-1])
         before = fingerprint(self._stage.allocator)
         try:
@@ -187,7 +189,7 @@ class Explorer:
         """Replay an order that fails from the start, and keep it if it fails in a new way."""
         order = (*self._order(state), op)
         run = replay(self._fresh(), order, keep_steps=True)
-        if run.verdict in ("clean", "refused"):
+        if run.verdict == "clean" or (run.verdict == "refused" and self.rules.latent):
             raise _cannot_follow()
         way = (
             run.verdict,

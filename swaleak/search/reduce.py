@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from swaleak.check.follow import Followed, follow
 from swaleak.check.replay import Run, replay
@@ -20,12 +21,20 @@ from swaleak.script.scenario import MAX_STEPS, Scenario
 from swaleak.script.trace import TraceReader, read_header
 from swaleak.search.pages import operations
 from swaleak.search.shrink import Script, nodes_of, shrink
-from swaleak.search.witness import outcome_of
+from swaleak.search.witness import declared
 from swaleak.target import SHIPPED, Sizes, Target
 
 
-def reduce(path: Path, target: Target, strategy: str) -> tuple[Scenario, Followed]:
-    """Return the scenario, and how the trace failed.
+class Reduced(NamedTuple):
+    """A small scenario, what comes out of it, and how the trace failed."""
+
+    scenario: Scenario
+    run: Run
+    followed: Followed
+
+
+def reduce(path: Path, target: Target, strategy: str) -> Reduced:
+    """Return a scenario that fails as the trace does.
 
     Raises ``UsageError`` for a trace that does not fail, or that fails in a way that operations on
     nodes cannot express.
@@ -41,7 +50,9 @@ def reduce(path: Path, target: Target, strategy: str) -> tuple[Scenario, Followe
         run = _run(script, target, strategy, sizes)
         if run is not None and run.verdict == followed.verdict:
             small = _small(script, _Fails(target, strategy, page_size, run.verdict))
-            return _scenario(small, target, strategy, page_size, path), followed
+            found = replay(target.make(strategy, _room(small, page_size)), small)
+            about = _scenario(small, target, strategy, page_size, path, found)
+            return Reduced(about, found, followed)
     raise UsageError(
         f"{path}: {followed.verdict} after group {followed.first_bad.group}, but not so as "
         f"operations on single nodes; `swaleak replay` shows it"
@@ -98,21 +109,20 @@ def _room(script: Script, page_size: int) -> Sizes:
 
 
 def _scenario(
-    script: Script, target: Target, strategy: str, page_size: int, path: Path
+    script: Script, target: Target, strategy: str, page_size: int, path: Path, run: Run
 ) -> Scenario:
     sizes = _room(script, page_size)
-    run = replay(target.make(strategy, sizes), script)
     name = target.ships if strategy == SHIPPED and target.ships else strategy
-    return Scenario(
+    bare = Scenario(
         name="shrunk",
         title=f"{run.verdict} of {target.name} under {name}, from a recorded run",
         steps=script,
-        story=f"Shrunk from {path.name}. What every other strategy must do: come out clean.",
+        story=f"Shrunk from {path.name}.",
         full_pages=sizes.full_pages,
         swa_pages=sizes.swa_pages,
         page_sizes=(page_size,),
-        expect={name: outcome_of(run)},
     )
+    return declared(bare, run, target, strategy)
 
 
 def _slices(path: Path, page_size: int, last: int) -> Iterator[Script]:

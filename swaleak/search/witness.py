@@ -74,14 +74,23 @@ def scenario_of(
         swa_pages=pages,
         page_sizes=(page_size,),
     )
-    model = Builtin(target.device)
+    return declared(bare, found.run, target, strategy)
+
+
+def declared(bare: Scenario, run: Run, target: Target, strategy: str) -> Scenario:
+    """Return a scenario of one page size with what comes out of it declared.
+
+    For our four strategies that is what the built-in model does with them; ``run``, of ``target``
+    under ``strategy``, is known of the release if that is SGLang as shipped.
+    """
+    model, [page_size] = Builtin(target.device), bare.page_sizes
     expect = {name: outcome_of(run_case(bare, model, name, page_size).run) for name in STRATEGIES}
     known: tuple[Known, ...] = ()
     origin = target.origin(strategy)
     if origin == SHIPPED and target.version:
-        known = (Known(SpecifierSet(f"=={target.version}"), outcome_of(found.run)),)
+        known = (Known(SpecifierSet(f"=={target.version}"), outcome_of(run)),)
     elif origin != SHIPPED:
-        expect[strategy] = outcome_of(found.run)
+        expect[strategy] = outcome_of(run)
     return replace(bare, expect=expect, known=known)
 
 
