@@ -429,15 +429,15 @@ def explore(
         from swaleak.report.files import check_kind
 
         check_kind("--save", save, ".toml", "a scenario")
-    from swaleak.search.survey import shard_of
-
-    part = shard_of(shard)
     idle = given(context, "depth", "every") if at_random else given(context, *FOR_RANDOM)
     if idle:
         option = "--all" if idle[0] == "every" else f"--{idle[0]}"
         raise UsageError(
             f"explore: {option} means nothing with{'' if at_random else 'out'} --random"
         )
+    from swaleak.search.survey import shard_of
+
+    part = shard_of(shard)
     with driving():
         start_torch()
         from swaleak.device import choose_device

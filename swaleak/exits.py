@@ -72,7 +72,7 @@ def _prepare_streams() -> None:
         with contextlib.suppress(OSError):  # what stands in for a stream has no number
             pipe = _Pipe(stream.fileno(), "wb", closefd=False)
             again = io.TextIOWrapper(
-                io.BufferedWriter(pipe),
+                pipe if stream.write_through else io.BufferedWriter(pipe),  # python -u
                 stream.encoding,
                 stream.errors,
                 line_buffering=stream.line_buffering,
