@@ -12,7 +12,16 @@ from typing import Annotated
 import typer
 
 from swaleak import __version__, complete, exits
-from swaleak.driven import about, driving, open_one, open_targets, start_torch, trace_strategies
+from swaleak.commands import App, Commands, given
+from swaleak.driven import (
+    about,
+    driving,
+    interruptible,
+    open_one,
+    open_targets,
+    start_torch,
+    trace_strategies,
+)
 from swaleak.errors import Interrupted, UsageError, unknown
 from swaleak.options import (
     MOST,
@@ -24,24 +33,29 @@ from swaleak.options import (
     Names,
     On,
     Output,
+    OutputOfRuns,
     PageSizes,
     Patches,
     Strategies,
     Trace,
     TraceStrategies,
+    named,
 )
 from swaleak.output import check_output, finish, is_looked_at, print_report
 from swaleak.script import catalogue as scenarios
 from swaleak.script import tree as trees
 
-app = typer.Typer(
+app = App(
     name="swaleak",
-    cls=exits.Commands,
+    cls=Commands,
     help="Reproduce SGLang's SWA page leak, and find out whether a fix for it holds.",
     no_args_is_help=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 as declared, 1 not, 2 bad input, 125 a target that cannot be loaded, "
+    "130 interrupted. A reader that leaves early, as `head` does, changes none of them.",
 )
+FOR_RANDOM = ("steps", "seed", "scripts")  # of explore
 
 
 def _version(wanted: bool) -> None:
@@ -74,7 +88,7 @@ def repro(
         int, typer.Option("--repeat", min=1, max=MOST, metavar="N", help="Rounds on one allocator.")
     ] = 1,
     format: Formats = Format.table,
-    output: Output = None,
+    output: OutputOfRuns = None,
 ) -> None:
     """Replay scenarios: physical and mapped SWA pages, and who lost what.
 
@@ -104,7 +118,7 @@ def verify(
     device: Device = "auto",
     page_size: PageSizes = None,
     format: Formats = Format.table,
-    output: Output = None,
+    output: OutputOfRuns = None,
 ) -> None:
     """Run the whole catalogue under every strategy: what leaks must leak, the fixes must hold.
 
@@ -138,7 +152,7 @@ def check(
     device: Device = "auto",
     page_size: PageSizes = None,
     format: Formats = Format.table,
-    output: Output = None,
+    output: OutputOfRuns = None,
 ) -> None:
     """Judge candidates: with SGLang's code as it is, every scenario must be clean.
 
@@ -150,6 +164,12 @@ def check(
     check_output(output, runs=True)
     with driving():
         opened = [t for name in dict.fromkeys(targets) for t in open_targets(name, device, patch)]
+        for target in opened:
+            if "shipped" not in target.strategies():
+                raise UsageError(
+                    "check: the built-in model is no candidate, it ships nothing; name a release, "
+                    "a wheel, a checkout or module:Class (`swaleak verify` tries the model)"
+                )
         from swaleak import runs
         from swaleak.report.cases import check_report
 
@@ -221,7 +241,7 @@ def bench(
         int, typer.Option(min=0, max=MOST, metavar="N", help="Rounds that do not count.")
     ] = 50,
     samples: Annotated[
-        int, typer.Option(max=MOST, metavar="N", help="Rounds that do, a case.")
+        int, typer.Option(min=20, max=MOST, metavar="N", help="Rounds that do, a case.")
     ] = 500,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the order and the intervals.")] = 0,
     whole: Annotated[bool, typer.Option("--whole", help="With the physical release.")] = False,
@@ -264,7 +284,7 @@ def bench(
             interrupted = True
         results = figures.results(measured, seed)
         if not results:
-            raise Interrupted
+            raise Interrupted("the first case of " + ", ".join(one.label for one in them))
         report = bench_report(them, results, settings, where, asked=len(shapes))
     finish(report, format, output, 130 if interrupted else 0)
 
@@ -288,6 +308,7 @@ def diagnose(
     Exit code 0: found. 1: no leak message in it.
     """
     check_output(output)
+    named(log)
     if log == "-" and sys.stdin.isatty():
         raise UsageError("diagnose: name a log file, or pipe one in")
     from swaleak.diagnose.log import diagnose
@@ -312,7 +333,8 @@ def export(
         bool, typer.Option("--unittest", help="As a unittest for SGLang's own suite.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it: .py.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write it: .py.", parser=named),
     ] = None,
 ) -> None:
     """Export a scenario as a regression test that needs SGLang and nothing else."""
@@ -335,6 +357,7 @@ def export(
 
 @app.command()
 def explore(
+    context: typer.Context,
     on: On = "auto",
     patch: Patches = None,
     strategy: Annotated[
@@ -350,17 +373,24 @@ def explore(
     nodes: Annotated[
         int | None,
         typer.Option(
-            "--nodes", min=1, max=64, help="Nodes that live at once. Default: 3; 8 with --random."
+            "--nodes",
+            min=1,
+            max=64,
+            metavar="N",
+            help="Nodes that live at once. Default: 3; 8 with --random.",
         ),
     ] = None,
     depth: Annotated[
-        int, typer.Option("--depth", min=1, max=64, help="Operations in an order, at most.")
+        int,
+        typer.Option(
+            "--depth", min=1, max=64, metavar="N", help="Operations in an order, at most."
+        ),
     ] = 8,
     contract: Annotated[
         Contract, typer.Option("--contract", help="Which operations are legal.")
     ] = Contract.production,
     page_size: PageSizes = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "cpu",
+    device: Device = "cpu",
     every: Annotated[
         bool,
         typer.Option("--all", help="Do not stop at a failure: one order for each way."),
@@ -369,18 +399,25 @@ def explore(
         bool, typer.Option("--random", help="Long random scripts, shrunk, in place of every order.")
     ] = False,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, max=100_000, help="--random: operations a script.")
+        int,
+        typer.Option(
+            "--steps", min=1, max=100_000, metavar="N", help="--random: operations a script."
+        ),
     ] = 200,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="--random: seed of the first.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, metavar="N", help="--random: seed of the first.")
+    ] = 0,
     scripts: Annotated[
-        int, typer.Option("--scripts", min=1, help="--random: how many, a seed each.")
+        int, typer.Option("--scripts", min=1, metavar="N", help="--random: how many, a seed each.")
     ] = 100,
     shard: Annotated[
         str, typer.Option("--shard", metavar="I/N", help="Do part I of N: seeds, or first orders.")
     ] = "1/1",
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Write the failure as a scenario (.toml)."),
+        typer.Option(
+            "--save", metavar="FILE", help="Write the failure as a scenario: .toml.", parser=named
+        ),
     ] = None,
     format: Formats = Format.table,
     output: Output = None,
@@ -394,6 +431,12 @@ def explore(
         from swaleak.report.files import check_kind
 
         check_kind("--save", save, ".toml", "a scenario")
+    idle = given(context, "depth", "every") if at_random else given(context, *FOR_RANDOM)
+    if idle:
+        option = "--all" if idle[0] == "every" else f"--{idle[0]}"
+        raise UsageError(
+            f"explore: {option} means nothing with{'' if at_random else 'out'} --random"
+        )
     from swaleak.search.survey import shard_of
 
     part = shard_of(shard)
@@ -443,7 +486,13 @@ def record(
     ],
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="FILE", help="FILE.jsonl; one is made a process."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="RUN.jsonl; each process writes its own, RUN.PID.jsonl.",
+            parser=named,
+        ),
     ],
     fix: Annotated[
         str | None, typer.Option("--fix", metavar="NAME", help="Also repair: barrier or enqueue.")
@@ -452,7 +501,8 @@ def record(
 ) -> None:
     """Run a command that starts SGLang, and record what happens to its SWA allocator.
 
-    The exit code is the command's own.
+    The exit code is the command's own, 128 + N where signal N ended it; 2 where nothing was
+    recorded.
     """
     from swaleak.report.files import check_kind
     from swaleak.sglang import launch, plugin
@@ -493,7 +543,8 @@ def replay(
         replayed = []
         for name in trace_strategies(target, strategy, header.fix):
             reader = TraceReader(trace)
-            followed = follow(reader, partial(target.make, name))
+            with interruptible(f"{trace.name} on {target.name}, strategy {name}"):
+                followed = follow(reader, partial(target.make, name))
             replayed.append(Replayed(target.name, name, target.origin(name), followed))
         report = replay_report(about([target]), trace, replayed)
     if reader.torn:
@@ -505,7 +556,8 @@ def replay(
 def shrink(
     trace: Trace,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="SCENARIO.toml", help="Where to write it.")
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="Write it: .toml.", parser=named),
     ],
     strategy: Annotated[
         str | None, typer.Option("--strategy", "-s", metavar="NAME", help="As for replay; one.")
@@ -527,7 +579,8 @@ def shrink(
         from swaleak.search.reduce import reduce
 
         (name,) = trace_strategies(target, [strategy] if strategy else None, header.fix)
-        small = reduce(trace, target, name)
+        with interruptible(f"{trace.name} on {target.name}, strategy {name}"):
+            small = reduce(trace, target, name)
         write_scenario(small.scenario, output)
         report = shrink_report(about([target]), trace, output, small)
     finish(report, format)

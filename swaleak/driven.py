@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import AbstractContextManager, redirect_stdout
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
 from swaleak import __version__
-from swaleak.errors import UsageError
+from swaleak.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from swaleak.report.report import About
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 def driving() -> AbstractContextManager[object]:
     """Return what a target is loaded and driven in: what its own code prints is no report."""
     return redirect_stdout(sys.stderr)
+
+
+@contextmanager
+def interruptible(where: str) -> Iterator[None]:
+    """Let Ctrl-C say what it has stopped: code of a target may hang. Raises ``Interrupted``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(where) from None
 
 
 def open_targets(on: str, device: str, patches: list[str] | None = None) -> list[Target]:

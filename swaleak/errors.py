@@ -27,12 +27,15 @@ class TargetError(SwaleakError):
 
 
 class Interrupted(SwaleakError):
-    """Somebody has stopped this, and there is nothing yet to show for it."""
+    """Somebody has stopped this, and there is nothing yet to show for it.
+
+    ``where``: what it was about, so that somebody knows what hangs.
+    """
 
     exit_code = 130
 
-    def __init__(self) -> None:
-        super().__init__("interrupted")
+    def __init__(self, where: str = "") -> None:
+        super().__init__(f"interrupted: {where}" if where else "interrupted")
 
 
 # whatever the code of a target may raise: a result or a sentence, never the end of this program
@@ -51,6 +54,8 @@ def told(error: BaseException) -> str:
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence for a name nobody knows, with the nearest ones that exist."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
+    near = [other for other in known if name and other.startswith(name)]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    meant = " or ".join(map(repr, near))
+    hint = f"did you mean {meant}?" if near else "known: " + ", ".join(known)
     return f"unknown {kind} {name!r}; {hint}"

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from swaleak import complete
+from swaleak.errors import UsageError
 
 MOST = 1_000_000  # of anything that is done over and over
 
@@ -28,6 +29,22 @@ class Contract(StrEnum):
     latent = "latent"
 
 
+def named(text: str) -> Path:
+    """Return the path of a file; raises ``UsageError`` for an empty one, a variable left unset."""
+    if not text:
+        raise UsageError("a file without a name; is a variable empty?")
+    return Path(text)
+
+
+def _trace(text: str) -> Path:
+    """Return the path of a trace. Raises ``UsageError`` for what is none by its name."""
+    if text == "-":
+        raise UsageError("-: a trace is read more than once, which standard input cannot be")
+    if text.endswith(".toml"):
+        raise UsageError(f"{text}: a scenario, not a trace; `swaleak repro {text}` replays it")
+    return named(text)
+
+
 Names = Annotated[
     list[str] | None,
     typer.Argument(
@@ -44,7 +61,10 @@ Name = Annotated[
         autocompletion=complete.scenarios,
     ),
 ]
-Trace = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as `record` writes it.")]
+Trace = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="A trace, as `record` writes it.", parser=_trace),
+]
 Strategies = Annotated[
     list[str] | None,
     typer.Option(
@@ -85,7 +105,9 @@ Patches = Annotated[
         "Repeatable. The report shows both, as shipped and patched.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")
+]
 PageSizes = Annotated[
     list[int] | None,
     typer.Option("--page-size", metavar="N", help="Slots a page; repeatable."),
@@ -97,6 +119,17 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Also write it: .json, .md, .svg, .html; .xml (JUnit) where scenarios are run.",
+        help="Also write it: .json, .md, .svg or .html.",
+        parser=named,
+    ),
+]
+OutputOfRuns = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Also write it: .json, .md, .svg, .html or .xml (JUnit).",
+        parser=named,
     ),
 ]

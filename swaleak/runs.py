@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from swaleak.driven import strategies_of
+from swaleak.driven import interruptible, strategies_of
 from swaleak.errors import SwaleakError, UsageError
 from swaleak.script import catalogue as scenarios
 from swaleak.script import tree as trees
@@ -69,8 +69,6 @@ def chosen_cases(
 
     ``steps``: keep them. Raises ``UsageError`` for what cannot be run like this.
     """
-    from swaleak.check.case import run_case
-
     cases: list[Case] = []
     if chosen.trees:
         first = targets[0]
@@ -79,7 +77,7 @@ def chosen_cases(
             for name in strategies_of(first, strategies):
                 cases += _tree_cases(tree, caches, first, name, page_sizes, steps=steps)
     return cases + [
-        run_case(scenario, target, name, size, keep_steps=steps, repeat=repeat)
+        _run(scenario, target, name, size, keep_steps=steps, repeat=repeat)
         for scenario in chosen.scenarios
         for target in targets
         for name in strategies_of(target, strategies)
@@ -95,12 +93,10 @@ def catalogue_cases(
     latent: bool = True,
 ) -> Batch:
     """Run the catalogue on every target; ``latent``: with what only the signature allows."""
-    from swaleak.check.case import run_case
-
     catalogue = scenarios.catalogue()
     judged = [scenario for scenario in catalogue if latent or scenario.reach == "production"]
     cases = [
-        run_case(scenario, target, name, size)
+        _run(scenario, target, name, size)
         for scenario in judged
         for target in targets
         for name in strategies_of(target, strategies)
@@ -121,7 +117,6 @@ def timelines_of(
     cases: list[Case], targets: list[Target], repeat: int, *, every_step: bool
 ) -> dict[str, list[Section]]:
     """Return page timelines of all cases, or, played once more, of those that failed."""
-    from swaleak.check.case import run_case
     from swaleak.report.timeline import timelines
 
     if every_step:
@@ -135,7 +130,7 @@ def timelines_of(
     )
     of = {target.name: target for target in targets}
     again = (
-        run_case(
+        _run(
             case.scenario,
             of[case.target],
             case.strategy,
@@ -146,6 +141,18 @@ def timelines_of(
         for case in failed
     )
     return timelines(again, every_step=False)
+
+
+def _run(scenario: Scenario, target: Target, strategy: str, size: int, **wishes: Any) -> Case:
+    """Run one case, as ``run_case`` does. Raises ``Interrupted`` that says which."""
+    from swaleak.check.case import run_case
+
+    with interruptible(_place(scenario.name, target, strategy, f"page size {size}")):
+        return run_case(scenario, target, strategy, size, **wishes)
+
+
+def _place(scenario: str, target: Target, strategy: str, sizes: str) -> str:
+    return f"{scenario} on {target.name}, strategy {strategy}, {sizes}"
 
 
 def _sizes_of(scenario: Scenario, asked: list[int] | None) -> tuple[int, ...]:
@@ -199,7 +206,9 @@ def _tree_cases(
     from swaleak.check.trees import tree_cases
 
     sizes = _sizes_of(tree.about, page_sizes)
-    return tree_cases(tree, caches, target, strategy, sizes, keep_steps=steps)
+    told = f"page size {' or '.join(map(str, sizes))}"
+    with interruptible(_place(tree.about.name, target, strategy, told)):
+        return tree_cases(tree, caches, target, strategy, sizes, keep_steps=steps)
 
 
 def _pages_times_steps(scenario: Scenario) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -14,7 +15,7 @@ import torch
 import swaleak
 from swaleak import target
 from swaleak.report import doctor
-from tests.conftest import ROOT, Answer, Cli, wheel
+from tests.conftest import ROOT, USER_CLASS, Answer, Cli, wheel
 
 STEPS = 'schema = 1\nsteps = [ { alloc = "a" }, %s ]\n'
 TABLES = 'schema = 1\nsteps = [ { group = "begin" } ]\n%s'
@@ -104,7 +105,19 @@ BAD_CALLS = [
         2,
         "unknown scenario 'tombstone-recovry'; did you mean 'tombstone-recovery'?",
     ),
-    ("show tombstone", 2, "unknown scenario 'tombstone'; did you mean 'tombstone-replace'?"),
+    (
+        "show tombstone",
+        2,
+        "unknown scenario 'tombstone'; did you mean 'tombstone-recovery' or 'tombstone-replace'?",
+    ),
+    ("repro run.jsonl", 2, "run.jsonl: a trace, not a scenario; `swaleak replay run.jsonl`"),
+    ("replay leak.toml", 2, "leak.toml: a scenario, not a trace; `swaleak repro leak.toml`"),
+    ("replay -", 2, "-: a trace is read more than once, which standard input cannot be"),
+    ("check builtin", 2, "check: the built-in model is no candidate, it ships nothing; name"),
+    ("check nonsense", 2, "unknown target 'nonsense'; known: auto, builtin, installed, a release"),
+    ("repro --on 0.5.18 --on 0.5.19", 2, "--on: given 2 times, takes one"),
+    ("repro -o a.json -o b.xml", 2, "--output/-o: given 2 times, takes one"),
+    ("record -o a.jsonl --fix barrier --fix enqueue -- true", 2, "--fix: given 2 times"),
     ("repro no/such.toml", 2, "no/such.toml: No such file or directory"),
     ("repro . --on builtin", 2, "unknown scenario '.'; known: adopt-in-group"),
     ("repro --on nosuch.whl", 2, "nosuch.whl: no such file or folder"),
@@ -118,9 +131,11 @@ BAD_CALLS = [
     ("repro --device cpu:1", 2, "unknown device 'cpu:1'; did you mean 'cpu'?"),
     ("repro --page-size 0", 2, "page size 0: must be from 1 to 4096"),
     ("repro --page-size 4097", 2, "page size 4097: must be from 1 to 4096"),
-    ("repro --page-size four", 2, "Invalid value for '--page-size'"),
-    ("repro --repeat 0", 2, "Invalid value for '--repeat'"),
-    ("repro --format yaml", 2, "Invalid value for '--format' / '-f'"),
+    ("repro --page-size four", 2, "Invalid value for '--page-size': 'four' is not a "),
+    ("repro --repeat 0", 2, "Invalid value for '--repeat': 0 is not "),
+    ("repro --repeat x", 2, "Invalid value for '--repeat': 'x' is not a "),
+    ("bench --samples 19", 2, "Invalid value for '--samples': 19 is not "),
+    ("repro --format yaml", 2, "Invalid value for '--format' / '-f': 'yaml' is not one of"),
     ("repro -o x", 2, "-o x: unknown ending '(none)'"),
     ("list -o x.xml", 2, "-o x.xml: JUnit is for runs of scenarios, this command has none"),
     ("export steady-group", 2, "export: say as what; --unittest is what there is"),
@@ -148,6 +163,156 @@ def test_bad_input_is_one_line(call: str, code: int, message: str, cli: Cli) -> 
     answer = cli(*call.split())
     assert (answer.code, answer.out, answer.err.count("\n")) == (code, "", 1)
     assert answer.err.startswith(f"swaleak: {message}")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("replay", ""),
+        ("diagnose", ""),
+        ("list", "-o", ""),
+        ("explore", "--save", ""),
+        ("export", "steady-group", "--unittest", "-o", ""),
+        ("record", "-o", "", "--", "true"),
+        ("shrink", "run.jsonl", "-o", ""),
+    ],
+)
+def test_a_file_without_a_name(call: tuple[str, ...], cli: Cli) -> None:
+    said = "swaleak: a file without a name; is a variable empty?\n"
+    assert cli(*call) == Answer(2, "", said)
+
+
+def test_what_loses_nothing_may_be_given_twice(cli: Cli, tmp_path: Path) -> None:
+    assert cli("list", "--help", "--help").code == 0
+    call = "repro -s eager -s deferred --page-size 1 --page-size 4 --steps --steps"
+    assert cli(*call.split(), "-o", tmp_path / "x.json").code == 0
+    # behind the command's name, options are the command's own
+    twice = ("-o", "t.jsonl", "--", "true", "-o", "a", "-o", "b")
+    assert cli("record", *twice).err.startswith("swaleak: nothing was recorded: no process of")
+
+
+def test_check_of_what_is_not_installed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.source, "_installed", lambda: None)
+    said = "swaleak: SGLang is not installed here; name a release, a wheel or a checkout\n"
+    assert cli("check", "installed") == Answer(2, "", said)
+
+
+COMMANDS = "repro verify check list show doctor bench diagnose export explore record replay shrink"
+USAGE = {
+    "repro": "[SCENARIO]...",
+    "check": "TARGET...",
+    "show": "SCENARIO",
+    "diagnose": "[FILE|-]",
+    "export": "SCENARIO",
+    "record": "-- COMMAND...",
+    "replay": "FILE",
+    "shrink": "FILE",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS.split())
+def test_help_reads_well(name: str, cli: Cli) -> None:
+    answer = cli(name, "--help")
+    assert (answer.code, answer.err, max(map(len, answer.out.splitlines()))) == (0, "", 80)
+    usage = next(line for line in answer.out.splitlines() if "Usage:" in line)
+    assert usage.split(f" {name} ")[1].split() == ["[OPTIONS]", *USAGE.get(name, "").split()]
+    for leaked in ("<bool>", "<list", "<int", "<str>", "<path>", "TEXT", "INTEGER", "None"):
+        assert leaked not in answer.out
+    assert (".xml" in answer.out) == (name in ("repro", "verify", "check"))
+
+
+def piped(*words: str, **variables: str) -> subprocess.Popen[str]:
+    """Return a swaleak whose standard output nobody reads."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swaleak", *words],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    )
+    os.close(writer)
+    os.close(reader)
+    return process
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("check --help", 0),
+        ("list", 0),
+        ("list -f json", 0),
+        ("repro --on builtin -f markdown", 0),
+        ("repro nothing", 2),
+        ("diagnose /dev/null", 1),
+    ],
+)
+def test_a_reader_that_leaves_changes_no_exit_code(call: str, code: int, unbuffered: str) -> None:
+    process = piped(*call.split(), PYTHONUNBUFFERED=unbuffered)
+    _, err = process.communicate()
+    assert (process.returncode, err.count("\n")) == (code, int(code == 2))
+
+
+def test_a_reader_that_leaves_takes_no_file(tmp_path: Path) -> None:
+    process = piped("list", "-o", str(tmp_path / "list.json"))
+    process.communicate()
+    assert (process.returncode, (tmp_path / "list.json").is_file()) == (0, True)
+
+
+def test_columns_of_0_are_none_at_all() -> None:
+    command = [sys.executable, "-m", "swaleak", "list"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "0"}
+    )
+    assert (done.returncode, "tombstone-recovery" in done.stdout) == (0, True)
+
+
+def test_list_and_doctor_count_the_same(cli: Cli) -> None:
+    listed = len(json.loads(cli("list", "-f", "json").out)["results"])
+    [facts] = json.loads(cli("doctor", "-f", "json").out)["results"]
+    assert facts["scenarios"].startswith(f"{listed} in ")
+
+
+HANGS = """
+import _thread
+
+class Hangs(Mine):
+    def free_group_end(self):
+        if {when}:
+            _thread.interrupt_main()  # as Ctrl-C does
+            while True:
+                pass
+        super().free_group_end()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "when", "where"),
+    [
+        (
+            "check stuck:Hangs --page-size 4",
+            "self.page_size == 4",
+            "tombstone-recovery on stuck:Hangs, strategy shipped, page size 4",
+        ),
+        ("check stuck:Hangs", "True", "stuck:Hangs, tried out for the strategy it ships"),
+        (
+            "bench --baseline stuck:Hangs --candidate eager --page-size 4",
+            "self.page_size == 4",
+            "the first case of stuck:Hangs, eager",
+        ),
+    ],
+)
+def test_ctrl_c_says_what_hangs(
+    call: str, when: str, where: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = USER_CLASS.format(strategy="Barrier") + HANGS.format(when=when)
+    (tmp_path / "stuck.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "stuck", raising=False)
+    assert cli(*call.split()) == Answer(130, "", f"swaleak: interrupted: {where}\n")
 
 
 @pytest.mark.parametrize("call", [("repro", "--on", ""), ("check", " "), ("bench", "--on", "")])

@@ -34,7 +34,12 @@ def test_the_catalogue_recognises_another_order_of_allocation_without_bystander(
     assert told == ["tombstone-recovery", None]
 
 
-ON = ("explore", "--on", "builtin", "--depth", "6")
+AT_RANDOM = ("explore", "--on", "builtin")
+ON = (*AT_RANDOM, "--depth", "6")
+
+
+def call(arguments):
+    return (*(AT_RANDOM if "--random" in arguments else ON), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ ON = ("explore", "--on", "builtin", "--depth", "6")
     ],
 )
 def test_exit_codes(cli, arguments, code):
-    answer = cli(*ON, *arguments)
+    answer = cli(*call(arguments))
     assert (answer.code, answer.err) == (code, "")
 
 
@@ -65,6 +70,9 @@ def test_exit_codes(cli, arguments, code):
         (("--page-size", "0"), "page size 0: must be from 1 to 4096"),
         (("--contract", "loose"), "'loose'"),
         (("--nodes", "0"), "--nodes"),
+        (("--steps", "5"), "explore: --steps means nothing without --random"),
+        (("--scripts", "5"), "explore: --scripts means nothing without --random"),
+        (("--random",), "explore: --depth means nothing with --random"),
     ],
 )
 def test_bad_usage_is_one_line(cli, arguments, said):
@@ -105,9 +113,9 @@ def test_json(cli):
 
 def test_many_failures_are_counted_and_the_json_has_all(cli, monkeypatch):
     monkeypatch.setattr(explore_reports, "SHOWN", 2)
-    call = (*ON, "--contract", "latent", "--all")
-    table = cli(*call).out
-    failures = len(json.loads(cli(*call, "-f", "json").out)["results"][0]["failures"])
+    every = (*ON, "--contract", "latent", "--all")
+    table = cli(*every).out
+    failures = len(json.loads(cli(*every, "-f", "json").out)["results"][0]["failures"])
     said = f"{failures - 2} of {failures} failures not shown; -f json prints all"
     assert (failures > 3, table.count("fails after"), said in table) == (True, 2, True)
 
@@ -124,7 +132,7 @@ def test_interrupted_says_what_was_covered(cli, monkeypatch, search, arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search, "run", interrupted)
-    answer = cli(*ON, "-s", "eager", *arguments, "--format", "json")
+    answer = cli(*call(arguments), "-s", "eager", "--format", "json")
     [result] = json.loads(answer.out)["results"]
     tried = result.get("transitions") or result.get("operations")
     covered = (result["interrupted"], tried > 0)

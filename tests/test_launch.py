@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Cli
 
 # stands for a server: it records, and needs a second to shut down once it is told to
 SERVER = """
@@ -103,3 +103,8 @@ def test_ctrl_c_in_a_terminal_is_heard_once(tmp_path: Path) -> None:
     text = output.decode()
     assert (os.waitstatus_to_exitcode(status), "told 2\r\n" in text) == (7, True)
     assert reported(text, tmp_path)
+
+
+def test_nothing_recorded_is_bad_usage_and_says_how_the_command_ended(cli: Cli) -> None:
+    answer = cli("record", "-o", "t.jsonl", "--", "sh", "-c", "kill -9 $$")
+    assert (answer.code, answer.out, "(exit code 137)" in answer.err) == (2, "", True)

@@ -274,9 +274,21 @@ def test_a_wish_is_read(text, wish):
     assert plugin.read_wish(text) == wish
 
 
-@pytest.mark.parametrize("text", ["fix", "fix:eager", "record:", "audit:x", "barrier"])
+TWICE = ["audit,fix:barrier,fix:enqueue", "record:a.jsonl,record:b.jsonl"]
+
+
+@pytest.mark.parametrize("text", ["fix", "fix:eager", "record:", "audit:x", "barrier", *TWICE])
 def test_a_wish_nobody_can_fulfil_is_logged_and_nothing_happens(text, monkeypatch, caplog):
     monkeypatch.setenv(plugin.VARIABLE, text)
     plugin.activate()
     (record,) = caplog.records
     assert record.getMessage().startswith("swaleak does nothing: SWALEAK=")
+
+
+def test_a_trace_that_cannot_be_made_is_one_line_in_the_log(monkeypatch, caplog, tmp_path):
+    path = tmp_path / "nope" / "x.jsonl"
+    monkeypatch.setenv(plugin.VARIABLE, f"audit,record:{path}")
+    plugin.activate()
+    (record,) = caplog.records
+    said = f"swaleak does nothing: SWALEAK: record:{path}: there is no folder {path.parent}"
+    assert (record.getMessage(), record.exc_info) == (said, None)

@@ -12,9 +12,9 @@ import torch
 from swaleak import __version__
 from swaleak.device import choose_device
 from swaleak.device import describe as describe_device
-from swaleak.errors import SwaleakError
+from swaleak.errors import Interrupted, SwaleakError
 from swaleak.report.report import Cell, Grid, Report, Section
-from swaleak.script import catalogue
+from swaleak.script import catalogue, tree
 from swaleak.sglang import source
 from swaleak.sglang.release import cache_folder
 from swaleak.target import of_tree
@@ -23,6 +23,7 @@ from swaleak.target import of_tree
 def doctor_report() -> Report:
     """Return versions, devices and the installed SGLang; ``ok`` is False if that cannot be read."""
     device = choose_device("auto")
+    allocator, caches = len(catalogue.names()), len(tree.names())
     facts: dict[str, Any] = {
         "swaleak": __version__,
         "python": f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}",
@@ -31,13 +32,16 @@ def doctor_report() -> Report:
         "rich": version("rich"),
         "devices": ["cpu", *_cuda_devices()],
         "default device": device,
-        "scenarios": f"{len(catalogue.names())} in {catalogue.folder()}",
+        "scenarios": f"{allocator + caches} in {catalogue.folder()} "
+        f"({allocator} of an allocator, {caches} of the caches)",
     }
     kept = sorted(path.stem.removeprefix("sglang-") for path in cache_folder().glob("sglang-*.zip"))
     facts["cache"] = f"{', '.join(kept) or 'no releases'} in {cache_folder()}"
     ok = True
     try:
         facts["sglang"] = _installed(device)
+    except Interrupted:
+        raise
     except SwaleakError as error:
         ok, facts["sglang"] = False, str(error)
     rows = tuple(
@@ -59,6 +63,6 @@ def _cuda_devices() -> list[str]:
 def _installed(device: str) -> str:
     if not source.is_installed():
         return "not installed (not needed: --on takes a wheel or a checkout)"
-    tree = source.from_installed()
-    target = of_tree(tree, device, installed=True)
-    return f"{target.name} in {tree.place}, ships {target.ships}"
+    sources = source.from_installed()
+    target = of_tree(sources, device, installed=True)
+    return f"{target.name} in {sources.place}, ships {target.ships}"

@@ -37,6 +37,8 @@ def load(name: str) -> Scenario:
 
     Raises ``ScriptError`` with file, step and reason.
     """
+    if name.endswith(".jsonl"):
+        raise ScriptError(f"{name}: a trace, not a scenario; `swaleak replay {name}` replays it")
     if name.endswith(".toml") or "/" in name:
         path = Path(name)
     elif name in names():

@@ -38,8 +38,12 @@ class Wish:
 def read_wish(text: str) -> Wish:
     """Return what ``text`` asks for. Raises ``ValueError`` with a sentence."""
     record, audit, fix = None, False, None
+    once: set[str] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         word, _, value = part.partition(":")
+        if value and word in once:  # which of two fixes a server is to have is not for us to guess
+            raise ValueError(f"{VARIABLE}={text}: {word} is there twice")
+        once.add(word)
         if word == "record" and value:
             record = value
         elif part == "audit":
@@ -61,12 +65,23 @@ def activate() -> None:
         return
     try:
         wish = read_wish(text)
+        if wish.record:
+            _check_place(wish.record)
         if wish != Wish():
             _install(wish)
     except ValueError as error:
         logger.error("swaleak does nothing: %s", error)
     except Exception:
         logger.exception("swaleak does nothing: it does not fit this SGLang")
+
+
+def _check_place(record: str) -> None:
+    """Raise ``ValueError`` where no trace can be made: while it is still one line in the log."""
+    folder = os.path.dirname(os.path.abspath(record))
+    if not os.path.isdir(folder):
+        raise ValueError(f"{VARIABLE}: record:{record}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{VARIABLE}: record:{record}: the folder {folder} cannot be written to")
 
 
 def _install(wish: Wish) -> None:

@@ -81,7 +81,7 @@ def from_installed() -> SourceTree:
     """Read the SGLang of this environment, found without importing it."""
     package = _installed()
     if package is None:
-        raise UsageError("SGLang is not installed here; name a wheel or a checkout with --on")
+        raise UsageError("SGLang is not installed here; name a release, a wheel or a checkout")
     tree = from_folder(package.parent)
     try:
         version: str | None = importlib.metadata.version("sglang")

@@ -13,7 +13,7 @@ from torch import Tensor
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.device import free_memory
-from swaleak.errors import RAISED, SwaleakError, TargetError, UsageError, told
+from swaleak.errors import RAISED, Interrupted, SwaleakError, TargetError, UsageError, told
 from swaleak.sglang.adapter import Driver, graft, ships
 from swaleak.sglang.shims import BaseSWAKVPool
 
@@ -121,6 +121,8 @@ class OfClass:
             return ships(self._driver(self._class, Sizes(4, 4, 1)))
         except TargetError:
             raise
+        except KeyboardInterrupt:
+            raise Interrupted(f"{self.name}, tried out for the strategy it ships") from None
         except RAISED:  # a candidate may be broken in any way; scenarios will tell
             return None
 

@@ -76,8 +76,10 @@ def _tree_named(name: str) -> source.SourceTree:
         return release.from_release(name)
     if "/" in name or name.endswith(".whl"):
         raise UsageError(f"{name}: no such file or folder")
-    known = ("auto", "builtin", "installed", *release.RELEASES)
-    raise UsageError(f"{unknown('target', name, known)} (or a path, or module:Class)")
+    # no list of releases: which there are beyond those that this swaleak was tried on, pip knows
+    first = release.FIRST.partition(".post")[0]
+    known = ("auto", "builtin", "installed", f"a release from {first} on", "a path", "module:Class")
+    raise UsageError(unknown("target", name, known))
 
 
 def _is_class(name: str) -> bool:
