@@ -72,12 +72,16 @@ def is_balanced(data: bytes, first: int, last: int) -> bool:
     return total == sum(terms)
 
 
+def as_text(data: bytes) -> str:
+    """Return a line as text, without colours that are written out."""
+    return ESCAPED.sub("", data.decode("utf-8", "replace"))
+
+
 def findings_in(text: str, ended: bool) -> Iterator[Finding | str]:
     """Yield what a line says, piece by piece, balanced sums included; why, where it is unreadable.
 
     ``ended``: whether the end of the line is there; else its last number may be cut off.
     """
-    text = ESCAPED.sub("", text)
     *pieces, last = PART.split(text)
     for piece in pieces:
         yield from _findings(piece, not piece[-1:].isdigit() or f"{piece}\\n" in text)
@@ -86,7 +90,7 @@ def findings_in(text: str, ended: bool) -> Iterator[Finding | str]:
 
 def is_announced(text: str) -> bool:
     """Whether a line says that there is a leak, whatever it says of it."""
-    return ANNOUNCED.search(ESCAPED.sub("", text)) is not None
+    return ANNOUNCED.search(text) is not None
 
 
 def is_cut_announcement(text: str) -> bool:
@@ -98,7 +102,7 @@ def is_cut_announcement(text: str) -> bool:
 
 def has_numbers(text: str) -> bool:
     """Whether a line has numbers behind what says that there is a leak."""
-    found = ANNOUNCED.search(ESCAPED.sub("", text))
+    found = ANNOUNCED.search(text)
     return bool(found and PAIR.search(found.string, found.end()))
 
 
@@ -111,7 +115,7 @@ def why_unreadable(text: str) -> str:
 
 def overfull_in(text: str) -> Finding | None:
     """Return what a line says if it fails: that no more is free in a pool than there is."""
-    found = OVERFULL.search(text)
+    found = OVERFULL.search(text) if "available_size()" in text else None
     return Finding("overfull", found[1], TWICE) if found else None
 
 
