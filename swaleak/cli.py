@@ -297,7 +297,10 @@ def diagnose(
     page_size: Annotated[
         int | None,
         typer.Option(
-            "--page-size", min=1, metavar="N", help="Of the server, where the log does not say."
+            "--page-size",
+            min=1,
+            metavar="N",
+            help="Of the server; not used where the log says it.",
         ),
     ] = None,
     format: Formats = Format.table,
@@ -305,7 +308,11 @@ def diagnose(
 ) -> None:
     """Find leak messages in a server log: slots, pages, what they mean, which faults fit.
 
-    Exit code 0: found. 1: no leak message in it.
+    A log may be coloured, in UTF-16 or packed with gzip.
+
+    Exit code 0: a leak message was found, even one that is cut off.
+
+    Exit code 1: there is none. Exit code 2: the log cannot be read.
     """
     check_output(output)
     named(log)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 
 MISSING, TWICE = "missing", "counted-twice"
+SIX_FIELDS = SpecifierSet(">=0.5.12.dev0")  # those write every term there is into every sum
 PAGE_SIZES = frozenset(2**i for i in range(13))
 
 
@@ -49,7 +50,8 @@ class Fault:
 
 FAULTS = (
     Fault(
-        "deferred resolve, 0.5.18: a grouped free_swa looks its page up too late",
+        "deferred resolve, 0.5.18: a page freed in a free group is looked up only when the group "
+        "ends; if its owner has a newer page by then, that one goes and the old one is lost",
         ("#36081", "#36135", "#36381"),
         ("sum",),
         ("swa", None),
@@ -109,12 +111,14 @@ FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One message, however often it came.
+    """One message, however often it came, and from whichever ranks.
 
     ``kind``: ``sum`` (a pool does not add up), ``double-free``, ``use-after-free`` or ``overfull``
     (more is free than there is). ``pool``: None where the message does not say. ``total``,
-    ``accounted``: slots. ``terms``: what the message counts, as it first came. ``page_size``,
-    ``version``: what the log named. ``first``, ``last``: times as the log writes them.
+    ``accounted``: slots. ``terms``: what the message counts, as it first came. ``absent``: what it
+    does not count, though some release does. ``page_size``, ``version``: what the log named.
+    ``first``, ``last``: times as the log writes them. ``lines``: where it came first and last.
+    ``ranks``: how often it came from each, None where the log does not say.
     """
 
     kind: str
@@ -123,11 +127,21 @@ class Finding:
     total: int | None = None
     accounted: int | None = None
     terms: tuple[tuple[str, int], ...] = ()
+    absent: tuple[str, ...] = ()
     page_size: int | None = None
     version: str | None = None
     count: int = 1
     first: str | None = None
     last: str | None = None
+    lines: tuple[int, int] = (0, 0)
+    ranks: tuple[tuple[str | None, int], ...] = ()
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """What is not counted, and should be: the message may have been cut off."""
+        if self.version and not SIX_FIELDS.contains(self.version, prereleases=True):
+            return self.absent if "protected" in self.absent else ()
+        return self.absent
 
     @property
     def difference(self) -> int | None:
@@ -154,10 +168,23 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Unread:
+    """A message that is there, and that nothing can be worked out from. ``line``: of the log."""
+
+    line: int
+    why: str
+    rank: str | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """What a log holds. ``dumps``: pool lines left out, because a running batch is not in them.
 
-    ``more``: messages beyond the number of findings that are told apart.
+    ``size``: bytes of the file. ``kinds``: what it was packed and written in. ``torn``: the packing
+    ends too early. ``more``: messages beyond the number of findings that are told apart.
+    ``unread``: messages that could not be read, the first of ``unread_count``. ``unused``: a page
+    size that was given, though the log names another.
     """
 
     findings: tuple[Finding, ...]
@@ -166,3 +193,8 @@ class Diagnosis:
     page_sizes: tuple[int, ...]
     dumps: int = 0
     more: int = 0
+    kinds: tuple[str, ...] = ()
+    torn: bool = False
+    unread: tuple[Unread, ...] = ()
+    unread_count: int = 0
+    unused: int | None = None
