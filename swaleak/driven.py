@@ -95,4 +95,12 @@ def about(targets: list[Target]) -> About:
     where = f"{describe(device)}, torch {torch.__version__}"
     header = f"swaleak {__version__}: {', '.join(driven)} on {where}"
     notes = tuple(note for target in targets for note in target.notes)
-    return About(header, notes, str(torch.__version__), device)
+    patched = frozenset(target.name for target in targets if is_patched(target))
+    return About(header, notes, str(torch.__version__), device, patched)
+
+
+def is_patched(target: Target) -> bool:
+    """Whether ``--patch`` has changed it."""
+    from swaleak.target import SHIPPED
+
+    return target.origin(SHIPPED) == "patched"

@@ -10,9 +10,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from swaleak.script import catalogue
+from swaleak.script.scenario import Scenario
+from swaleak.script.write import to_toml
 from swaleak.sglang import loader
 from swaleak.sglang.patch import split
 from swaleak.sglang.source import ALLOCATOR, SourceTree
@@ -74,6 +78,27 @@ def test_a_fix_passes_the_gate_beside_what_it_mends(fix: str, cli: Cli, tmp_path
     results = json.loads(cli("check", wheel("0.5.18"), "--patch", patch, "-f", "json").out)
     origins = {(r["target"], r["origin"]) for r in results["results"]}
     assert origins == {("sglang 0.5.18", "shipped"), ("sglang 0.5.18 + fix.diff", "patched")}
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("command", ["check", "repro --on", "repro wrong.toml --on"])
+@pytest.mark.parametrize("mends", [True, False])
+def test_the_xml_judges_the_patch_and_not_what_it_mends(
+    command: str, mends: bool, fix: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as the exit code does; `wrong.toml` declares nothing, so that as shipped fails."""
+    monkeypatch.chdir(tmp_path)
+    text = sources("0.5.18")[SWA]
+    Path("a.diff").write_text(fix if mends else diff(text, f"# changed\n{text}", "python/"))
+    steps = catalogue.load("tombstone-recovery").steps
+    Path("wrong.toml").write_text(to_toml(Scenario("wrong", "wrong", steps)))
+    answer = cli(*command.split(), wheel("0.5.18"), "--patch", "a.diff", "-o", "run.xml")
+    root = ElementTree.parse("run.xml").getroot()
+    suites = [(s.get("name"), s.get("failures") == "0") for s in root]
+    assert (answer.code, suites) == (
+        int(not mends),
+        [("sglang 0.5.18 (baseline, not judged)", True), ("sglang 0.5.18 + a.diff", mends)],
+    )
 
 
 @pytest.mark.wheels

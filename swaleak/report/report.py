@@ -76,17 +76,32 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What was driven: the first line of a report, notes on the targets, torch and device."""
+    """What was driven: the first line of a report, notes on the targets, torch and device.
+
+    ``patched``: the names of the targets that ``--patch`` has changed.
+    """
 
     header: str
     notes: tuple[str, ...]
     torch: str
     device: str
+    patched: frozenset[str] = frozenset()
+
+
+class Judged(NamedTuple):
+    """A case, and whether it passed: None for a baseline, which a patch is only shown beside."""
+
+    case: Case
+    passed: bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything one command has to say. ``body``: what the JSON holds besides the envelope."""
+    """Everything one command has to say. ``body``: what the JSON holds besides the envelope.
+
+    ``cases``: the runs of scenarios that it is about; where there are any, ``ok`` is that none of
+    them failed.
+    """
 
     command: str
     ok: bool
@@ -95,7 +110,7 @@ class Report:
     body: dict[str, Any]
     torch: str | None = None
     device: str | None = None
-    cases: tuple[Case, ...] = field(default=())
+    cases: tuple[Judged, ...] = field(default=())
 
     def with_lines(self, lines: Sequence[str]) -> Report:
         """Return the same with more lines before the last one; the JSON has the last of them."""
