@@ -12,6 +12,7 @@ from swaleak.report.facts import (
     failures,
     listed_sizes,
     refusals,
+    strategy_shown,
     substitutions,
 )
 from swaleak.report.report import STYLES, About, Cell, Grid, Judged, Report, Section
@@ -19,6 +20,8 @@ from swaleak.words import counted
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
+
+BESIDE = "As shipped is there to compare with; what counts is what the patch makes."
 
 
 def repro_report(
@@ -33,11 +36,18 @@ def repro_report(
         scenario = mine[0].scenario
         grid = Grid(
             ("strategy", "origin", "page size", "physical", "mapped", "verdict", "declared"),
-            tuple(_repro_row(case) for case in mine),
+            tuple(_repro_row(about, case) for case in mine),
             frozenset({"page size", "physical", "mapped"}),
         )
         unjudged = [OPEN_GROUP] if any(case.open_group for case in mine) else []
-        lines = (*explain(mine), *unjudged, *substitutions(mine))
+        beside = [BESIDE] if any(case.origin == "patched" for case in mine) else []
+        lines = (
+            *explain(mine),
+            *unjudged,
+            *_unmeasured(about, mine),
+            *substitutions(mine),
+            *beside,
+        )
         sections.append(Section(f"{name}: {scenario.title}", grid, lines))
         sections += (timelines or {}).get(name, ())
     return _report("repro", about, sections, _judged(about, cases, _as_declared))
@@ -87,12 +97,12 @@ def check_report(about: About, cases: Sequence[Case], left_out: int) -> Report:
         rows.append((Cell(scenario), *cells))
     columns = ("scenario", *(name.removeprefix("sglang ") for name in names))
     lines = [*failures(cases), *refusals(cases), *substitutions(cases)]
-    if not all(case.as_declared for case in cases):
-        lines.append("! marks what is not as it is known of that release.")
+    lines += _marks(cases)
     if about.patched:
-        lines.append("As shipped is there to compare with; what counts is what the patch makes.")
+        lines.append(BESIDE)
     if left_out:
-        lines.append(f"{left_out} latent scenarios left out; --strict judges by them too.")
+        latent = counted(left_out, "latent scenario")
+        lines.append(f"{latent} left out; --strict judges by them too.")
     lines.append(
         f"{failed} of {counted(runs, 'run')} failed."
         if failed
@@ -154,12 +164,36 @@ def cell_of(cases: Sequence[Case]) -> Cell:
     return Cell("\n".join(lines), STYLES[worst])
 
 
-def _repro_row(case: Case) -> tuple[Cell, ...]:
+def _unmeasured(about: About, cases: Sequence[Case]) -> list[str]:
+    """Return the line that says which rows of a patched target are not of the patch's code."""
+    grafted = [c.strategy for c in cases if c.target in about.patched and c.origin == "grafted"]
+    if not grafted:
+        return []
+    names = " and ".join(dict.fromkeys(grafted))
+    has_own = any(case.origin == "patched" for case in cases)
+    return [
+        f"{names} on patched: swaleak's frees stand in for the patched ones, so that this row does "
+        f"not measure the patch{'.' if has_own else '; -s shipped does.'}"
+    ]
+
+
+def _marks(cases: Sequence[Case]) -> list[str]:
+    """Return what ``!`` means, of the columns that have one."""
+    patched = {case.origin == "patched" for case in cases if not case.as_declared}
+    lines = {
+        False: "! as shipped: not as it is known of that release.",
+        True: "! as patched: neither clean nor refused, whatever is known of it as shipped.",
+    }
+    return [line for of_patch, line in lines.items() if of_patch in patched]
+
+
+def _repro_row(about: About, case: Case) -> tuple[Cell, ...]:
+    on_patched = case.target in about.patched and case.origin == "grafted"
     declared = case.declared.verdict if case.declared else "-"
     mark = "" if case.as_declared else "  <- no"
     return (
-        Cell(case.strategy),
-        Cell(case.origin),
+        Cell(strategy_shown(case)),
+        Cell("on patched" if on_patched else case.origin),
         Cell(str(case.page_size)),
         Cell(str(case.physical)),
         Cell(str(case.mapped)),

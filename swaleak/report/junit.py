@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from swaleak.errors import UsageError
-from swaleak.report.facts import explain
+from swaleak.report.facts import explain, strategy_shown
 from swaleak.report.report import Judged, Report
 
 # what XML 1.0 cannot hold, not even escaped
@@ -51,7 +51,7 @@ def _count(element: ElementTree.Element, cases: Sequence[Judged]) -> None:
 def _add(suite: ElementTree.Element, one: Judged) -> None:
     """Append one test case; a failure says what came out and who lost what."""
     case = one.case
-    name = f"{case.scenario.name} [{case.strategy}, page size {case.page_size}]"
+    name = f"{case.scenario.name} [{strategy_shown(case)}, page size {case.page_size}]"
     place = _clean(case.scenario.name)
     entry = ElementTree.SubElement(suite, "testcase", classname=place, name=_clean(name))
     if one.passed:
@@ -63,7 +63,7 @@ def _add(suite: ElementTree.Element, one: Judged) -> None:
         ElementTree.SubElement(entry, "skipped", message=_clean(told))
         return
     failure = ElementTree.SubElement(entry, "failure", type=case.verdict, message=_clean(message))
-    facts = explain([case]) or ("the counts are not those that are declared",)
+    facts = explain([case])
     lines = [case.scenario.title, f"declared: {wanted}; came out: {case.verdict}", *facts]
     failure.text = _clean("\n".join(lines))
 
