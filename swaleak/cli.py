@@ -142,6 +142,7 @@ def check(
 ) -> None:
     """Judge candidates: with SGLang's code as it is, every scenario must be clean or refused.
 
+    With --patch the patched sources are judged; as shipped is there to compare with.
     Exit code 0: all are. 1: one is not. 125: a target cannot be loaded, so that
     `git bisect run swaleak check .` skips that commit.
     """
