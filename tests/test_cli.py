@@ -292,6 +292,17 @@ def test_what_was_declared_is_printed_where_it_did_not_come_out(
     )
 
 
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [("==0.5.18", "0.5.18"), (">=0.5.18,<0.5.19", "from 0.5.18, before 0.5.19")],
+)
+def test_releases_are_said_in_words(versions: str, said: str, cli: Cli, tmp_path: Path) -> None:
+    known = f'[[known]]\nversions = "{versions}"\nverdict = "leak"\n'
+    (tmp_path / "mine.toml").write_text(f'schema = 1\nsteps = [{{ alloc = "a" }}]\n{known}')
+    answer = cli("show", tmp_path / "mine.toml")
+    assert f"SGLang {said} as shipped: leak" in answer.out
+
+
 def test_what_is_not_as_declared_is_exit_code_1(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "wrong.toml"
     text = (ROOT / "scenarios" / "tombstone-recovery.toml").read_text()

@@ -99,6 +99,24 @@ def test_endings(ending, tmp_path):
     assert (ENDINGS[ending](path.read_text()), list(tmp_path.iterdir())) == (True, [path])
 
 
+@pytest.mark.parametrize("command", ["repro", "show"])
+@pytest.mark.parametrize("form", ["table", "markdown"])
+def test_no_control_character_of_a_title_reaches_the_terminal(command, form, cli, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('schema = 1\ntitle = "a\\u001b[31mb\\u0007"\nsteps = [{ alloc = "a" }]\n')
+    on = ("--on", "builtin") if command == "repro" else ()
+    said = cli(command, path, "-f", form, *on).out
+    assert ("a\\x1b[31mb\\x07" in said, set(said) & {"\x1b", "\x07"}) == (True, set())
+
+
+@pytest.mark.parametrize(
+    "call", ["repro --on builtin", "verify --on builtin --page-size 4", "list"]
+)
+def test_what_is_piped_has_no_trailing_blanks(call, cli):
+    lines = cli(*call.split()).out.split("\n")
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
 def test_an_older_file_stays_whole(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
     path.write_text("older")

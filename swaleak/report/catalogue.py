@@ -40,7 +40,7 @@ def show_report(scenario: Scenario) -> Report:
     declared = [f"{name}: {outcome_told(o)}" for name, o in scenario.expect.items()]
     declared += ["every other strategy: clean"] if "every" not in scenario.expect else []
     declared += [
-        f"SGLang {known.versions} as shipped: {outcome_told(known.outcome)} ({known})"
+        f"SGLang {known.releases} as shipped: {outcome_told(known.outcome)} ({known})"
         for known in scenario.known
     ]
     sections = (
