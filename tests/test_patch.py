@@ -159,6 +159,7 @@ def test_explore_loads_the_patched_sources_and_no_others(
     monkeypatch.setattr(names, "load", load)
     answer = cli("explore", "--on", wheel("0.5.18"), "--patch", patch, "--depth", "6")
     assert (answer.code, loaded) == (0, ["sglang 0.5.18 + fix.diff"])
+    assert "\npatched, page size 1, production contract\n" in answer.out
 
 
 @pytest.mark.wheels

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from swaleak.report.entries import violations_json
-from swaleak.report.facts import tell
+from swaleak.report.facts import own_name, tell
 from swaleak.report.report import About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.search.explore import Coverage
@@ -51,7 +51,8 @@ def _nearest(survey: Survey) -> list[Likeness | None]:
 
 def _title(survey: Survey) -> str:
     where = survey.where
-    return f"{where.strategy}, page size {where.page_size}, {where.rules.contract} contract"
+    strategy = own_name(where.strategy, where.target.origin(where.strategy))
+    return f"{strategy}, page size {where.page_size}, {where.rules.contract} contract"
 
 
 def _witness_section(survey: Survey, number: int, similar: Likeness | None) -> Section:

@@ -84,8 +84,13 @@ def substitutions(cases: Sequence[Case]) -> list[str]:
 
 
 def strategy_shown(case: Case) -> str:
+    """Return the strategy that a report shows for a case; see ``own_name``."""
+    return own_name(case.strategy, case.origin)
+
+
+def own_name(strategy: str, origin: str) -> str:
     """Return the strategy; of a patched target that is asked for its own, ``patched``."""
-    return "patched" if (case.strategy, case.origin) == (SHIPPED, "patched") else case.strategy
+    return "patched" if (strategy, origin) == (SHIPPED, "patched") else strategy
 
 
 def _facts(case: Case) -> list[str]:
