@@ -158,6 +158,7 @@ def check(
 
     A latent scenario may be refused as well: it is misuse.
 
+    With --patch the patched sources are judged; as shipped is there to compare with.
     Exit code 0: all are. 1: one is not. 125: a target cannot be loaded, so that
     `git bisect run swaleak check .` skips that commit.
     """

@@ -90,7 +90,10 @@ def trace_strategies(target: Target, asked: list[str] | None, fix: str | None) -
 
 
 def about(targets: list[Target]) -> About:
-    """Return what a report says of its targets: what was driven, on which device."""
+    """Return what a report says of its targets: what was driven, on which device.
+
+    A patch ships nothing; whatever strategy its code looks like, the scenarios are what judges it.
+    """
     import torch
 
     from swaleak.device import describe
@@ -99,10 +102,18 @@ def about(targets: list[Target]) -> About:
     device = targets[0].device
     driven = [
         ("the built-in model" if target.name == "builtin" else target.name)
-        + (f" (ships {target.ships})" if target.ships else "")
+        + (f" (ships {target.ships})" if target.ships and not is_patched(target) else "")
         for target in targets
     ]
     where = f"{describe(device)}, torch {torch.__version__}"
     header = f"swaleak {__version__}: {', '.join(driven)} on {where}"
     notes = tuple(note for target in targets for note in target.notes)
-    return About(header, notes, str(torch.__version__), device)
+    patched = frozenset(target.name for target in targets if is_patched(target))
+    return About(header, notes, str(torch.__version__), device, patched)
+
+
+def is_patched(target: Target) -> bool:
+    """Whether ``--patch`` has changed it."""
+    from swaleak.target import SHIPPED
+
+    return target.origin(SHIPPED) == "patched"

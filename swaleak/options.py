@@ -102,7 +102,8 @@ Patches = Annotated[
         "--patch",
         metavar="FILE",
         help="A diff to apply to a private copy of the sources first; - for standard input. "
-        "Repeatable. The report shows both, as shipped and patched.",
+        "Repeatable. check and repro show both, as shipped and patched, and judge the patched; "
+        "explore searches the patched; bench measures it as a candidate.",
     ),
 ]
 Device = Annotated[

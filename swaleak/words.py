@@ -9,3 +9,8 @@ def numbers(pages: Sequence[int], most: int = 6) -> str:
     """Return ``1, 2``, and of a long list the first ones and ``and 9 more``."""
     more = f" and {len(pages) - most} more" if len(pages) > most else ""
     return ", ".join(map(str, pages[:most])) + more
+
+
+def counted(number: int, thing: str) -> str:
+    """Return ``1 run``, ``2 runs``, ``1,000 runs``."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")

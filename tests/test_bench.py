@@ -126,7 +126,7 @@ def test_names_that_mean_nothing_are_refused(named: tuple[str, ...], said: str) 
 
 
 def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(UsageError, match="19 samples say nothing, 20 are the least"):
+    with pytest.raises(UsageError, match="--samples 19: too few to say anything, 20 are the least"):
         Settings(samples=19)
 
 

@@ -437,6 +437,37 @@ def test_exit_code_of_repro_and_its_table(name: str, cli: Cli) -> None:
     assert "SWA page 2 leaked; node lost the SWA side of its page 0" in answer.out
 
 
+@pytest.mark.parametrize("outcome", ["physical = 5", 'kinds = ["lost"]', "physical = 2"])
+def test_what_was_declared_is_printed_where_it_did_not_come_out(
+    outcome: str, cli: Cli, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.toml"
+    declared = f'expect.every = {{ verdict = "clean", {outcome} }}'
+    file.write_text(f'schema = 1\nsteps = [{{ alloc = "a", pages = 2 }}]\n{declared}\n')
+    answer = cli("repro", file, "--on", "builtin", "-s", "eager")
+    words = {
+        "physical = 5": "eager: declared: clean, physical 5; came out: physical 2, mapped 2",
+        'kinds = ["lost"]': "eager: declared: clean, with lost; came out: physical 2, mapped 2",
+    }
+    told = words.get(outcome, "")
+    assert (answer.code, told in answer.out, "declared:" in answer.out) == (
+        int(bool(told)),
+        True,
+        bool(told),
+    )
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [("==0.5.18", "0.5.18"), (">=0.5.18,<0.5.19", "from 0.5.18, before 0.5.19")],
+)
+def test_releases_are_said_in_words(versions: str, said: str, cli: Cli, tmp_path: Path) -> None:
+    known = f'[[known]]\nversions = "{versions}"\nverdict = "leak"\n'
+    (tmp_path / "mine.toml").write_text(f'schema = 1\nsteps = [{{ alloc = "a" }}]\n{known}')
+    answer = cli("show", tmp_path / "mine.toml")
+    assert f"SGLang {said} as shipped: leak" in answer.out
+
+
 def test_what_is_not_as_declared_is_exit_code_1(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "wrong.toml"
     text = (ROOT / "scenarios" / "tombstone-recovery.toml").read_text()

@@ -10,9 +10,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from swaleak.script import catalogue
+from swaleak.script.scenario import Scenario
+from swaleak.script.write import to_toml
 from swaleak.sglang import loader
 from swaleak.sglang.patch import split
 from swaleak.sglang.source import ALLOCATOR, SourceTree
@@ -77,6 +81,70 @@ def test_a_fix_passes_the_gate_beside_what_it_mends(fix: str, cli: Cli, tmp_path
 
 
 @pytest.mark.wheels
+@pytest.mark.parametrize("command", ["check", "repro --on", "repro wrong.toml --on"])
+@pytest.mark.parametrize("mends", [True, False])
+def test_the_xml_judges_the_patch_and_not_what_it_mends(
+    command: str, mends: bool, fix: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as the exit code does; `wrong.toml` declares nothing, so that as shipped fails."""
+    monkeypatch.chdir(tmp_path)
+    text = sources("0.5.18")[SWA]
+    Path("a.diff").write_text(fix if mends else diff(text, f"# changed\n{text}", "python/"))
+    steps = catalogue.load("tombstone-recovery").steps
+    Path("wrong.toml").write_text(to_toml(Scenario("wrong", "wrong", steps)))
+    answer = cli(*command.split(), wheel("0.5.18"), "--patch", "a.diff", "-o", "run.xml")
+    root = ElementTree.parse("run.xml").getroot()
+    suites = [(s.get("name"), s.get("failures") == "0") for s in root]
+    assert (answer.code, suites) == (
+        int(not mends),
+        [("sglang 0.5.18 (baseline, not judged)", True), ("sglang 0.5.18 + a.diff", mends)],
+    )
+
+
+@pytest.mark.wheels
+def test_a_mark_in_a_patched_column_and_no_strategy_that_a_patch_ships(
+    cli: Cli, tmp_path: Path
+) -> None:
+    text = sources("0.5.18")[SWA]
+    (tmp_path / "nop.diff").write_text(diff(text, f"# changed\n{text}", "python/"))
+    said = cli("check", wheel("0.5.18"), "--patch", tmp_path / "nop.diff").out
+    assert [line for line in said.splitlines() if line.lstrip().startswith("!")] == [
+        "! as patched: not clean, nor refused misuse, whatever is known of it as shipped.",
+    ]
+    assert ("tombstone-recovery         2/1 leak   !2/1 leak" in said, said.count("ships")) == (
+        True,
+        1,
+    )
+
+
+# strategies asked for -> the first words of rows and of lines
+ROWS = {
+    (): ["shipped    shipped", "patched    patched", "sglang 0.5.18: from step 7"],
+    ("barrier",): [
+        "barrier    grafted",
+        "barrier    on patched",
+        "barrier on patched: swaleak's frees stand in for the patched ones",
+    ],
+}
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("strategies", ROWS)
+def test_rows_and_lines_say_which_sources_they_are_about(
+    strategies: tuple[str, ...], fix: str, cli: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "fix.diff").write_text(fix)
+    asked = [word for name in strategies for word in ("-s", name)]
+    call = ("repro", "--on", wheel("0.5.18"), "--patch", tmp_path / "fix.diff", *asked)
+    lines = [line.strip() for line in cli(*call, "--page-size", "4").out.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("strategy")) + 2
+    told = [line for line in lines[start:] if line][:3]
+    assert [t[: len(row)] for t, row in zip(told, ROWS[strategies], strict=True)] == ROWS[
+        strategies
+    ]
+
+
+@pytest.mark.wheels
 def test_explore_loads_the_patched_sources_and_no_others(
     fix: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +159,7 @@ def test_explore_loads_the_patched_sources_and_no_others(
     monkeypatch.setattr(names, "load", load)
     answer = cli("explore", "--on", wheel("0.5.18"), "--patch", patch, "--depth", "6")
     assert (answer.code, loaded) == (0, ["sglang 0.5.18 + fix.diff"])
+    assert "\npatched, page size 1, production contract\n" in answer.out
 
 
 @pytest.mark.wheels
@@ -137,6 +206,34 @@ def test_patches_add_up_and_a_new_file_counts(fix: str, cli: Cli, tmp_path: Path
         tmp_path / "2.diff",
     )
     assert (cli(*call).code, cli(*call[:2], *call[4:]).code) == (1, 125)
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("crlf", ["patch", "sources", "both"])
+def test_line_ends_are_no_reason_not_to_apply(
+    crlf: str, fix: str, cli: Cli, tmp_path: Path
+) -> None:
+    """A diff that came by mail or from Windows, and a checkout made there."""
+    (tmp_path / "fix.diff").write_bytes(
+        fix.replace("\n", "\r\n").encode() if crlf != "sources" else fix.encode()
+    )
+    for path, text in sources("0.5.18").items():
+        file = tmp_path / "checkout" / "python" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes((text.replace("\n", "\r\n") if crlf != "patch" else text).encode())
+    answer = cli("check", tmp_path / "checkout", "--patch", tmp_path / "fix.diff")
+    assert (answer.code, answer.err) == (0, "")
+
+
+@pytest.mark.wheels
+def test_files_left_out_are_one_line(fix: str, cli: Cli, tmp_path: Path) -> None:
+    others = "".join(ELSEWHERE.replace("notes", f"notes{number}") for number in range(69))
+    (tmp_path / "fix.diff").write_text(others + fix)
+    call = ("repro", "--on", wheel("0.5.18"), "--patch", tmp_path / "fix.diff", "-f", "markdown")
+    assert [line for line in cli(*call).out.splitlines() if "notes" in line] == [
+        "- left out, not in the allocator package: 69 files, docs/notes0.md, docs/notes1.md, "
+        "docs/notes2.md and so on"
+    ]
 
 
 @pytest.mark.wheels

@@ -15,13 +15,14 @@ from swaleak.check.case import Case, run_case
 from swaleak.check.replay import Run
 from swaleak.errors import UsageError
 from swaleak.report import files
-from swaleak.report.cases import repro_report
+from swaleak.report.cases import check_report, repro_report
 from swaleak.report.junit import as_junit
 from swaleak.report.report import About, Report
 from swaleak.report.timeline import INTRO, timeline
 from swaleak.script import catalogue as scenarios
 from swaleak.script.scenario import Outcome
 from swaleak.target import Builtin
+from tests.conftest import USER_CLASS, Cli
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -99,6 +100,24 @@ def test_endings(ending, tmp_path):
     assert (ENDINGS[ending](path.read_text()), list(tmp_path.iterdir())) == (True, [path])
 
 
+@pytest.mark.parametrize("command", ["repro", "show"])
+@pytest.mark.parametrize("form", ["table", "markdown"])
+def test_no_control_character_of_a_title_reaches_the_terminal(command, form, cli, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('schema = 1\ntitle = "a\\u001b[31mb\\u0007"\nsteps = [{ alloc = "a" }]\n')
+    on = ("--on", "builtin") if command == "repro" else ()
+    said = cli(command, path, "-f", form, *on).out
+    assert ("a\\x1b[31mb\\x07" in said, set(said) & {"\x1b", "\x07"}) == (True, set())
+
+
+@pytest.mark.parametrize(
+    "call", ["repro --on builtin", "verify --on builtin --page-size 4", "list"]
+)
+def test_what_is_piped_has_no_trailing_blanks(call, cli):
+    lines = cli(*call.split()).out.split("\n")
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
 def test_an_older_file_stays_whole(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
     path.write_text("older")
@@ -132,59 +151,116 @@ def case_of(target: str, verdict: str, declared: str | None, **more: object) -> 
     return Case(scenario, target, strategy, "shipped", 4, run, outcome, None)
 
 
-# command, cases -> suites: name, tests, failures
 def latent(case: Case) -> Case:
     return replace(case, scenario=replace(case.scenario, reach="latent"))
 
 
+ABOUT = About("header", (), "2", "cpu")
+PATCHED = About("header", (), "2", "cpu", patched=frozenset({"a + b.diff"}))
+BASELINE = "a (baseline, not judged)"
+
+# report -> suites: name, tests, failures, skipped
 SUITES = {
     "repro, as declared": (
-        "repro",
-        [case_of("a", "clean", "clean"), case_of("b", "clean", "clean")],
-        [("a", "1", "0"), ("b", "1", "0")],
+        repro_report(ABOUT, [case_of("a", "clean", "clean"), case_of("b", "clean", "clean")]),
+        [("a", "1", "0", "0"), ("b", "1", "0", "0")],
     ),
     "repro, not as declared": (
-        "repro",
-        [case_of("a", "leak", "clean"), case_of("a", "clean", "clean")],
-        [("a", "2", "1")],
+        repro_report(ABOUT, [case_of("a", "leak", "clean"), case_of("a", "clean", "clean")]),
+        [("a", "2", "1", "0")],
     ),
     "check: only misuse may be refused": (
-        "check",
-        [case_of("a", "refused", None), latent(case_of("b", "refused", None))],
-        [("a", "1", "1"), ("b", "1", "0")],
+        check_report(
+            ABOUT, [case_of("a", "refused", None), latent(case_of("b", "refused", None))], 0
+        ),
+        [("a", "1", "1", "0"), ("b", "1", "0", "0")],
     ),
     "check: a leak is not, although it is declared": (
-        "check",
-        [case_of("a", "leak", "leak"), case_of("b", "error", None, raised="E: \x00 & <b>")],
-        [("a", "1", "1"), ("b", "1", "1")],
+        check_report(
+            ABOUT,
+            [case_of("a", "leak", "leak"), case_of("b", "error", None, raised="E: \x00 & <b>")],
+            0,
+        ),
+        [("a", "1", "1", "0"), ("b", "1", "1", "0")],
+    ),
+    "check: what a patch mends fails in the baseline only": (
+        check_report(
+            PATCHED, [case_of("a", "leak", "leak"), case_of("a + b.diff", "clean", "clean")], 0
+        ),
+        [(BASELINE, "1", "0", "1"), ("a + b.diff", "1", "0", "0")],
+    ),
+    "repro: nor does a baseline count that is not as declared": (
+        repro_report(
+            PATCHED, [case_of("a", "leak", "clean"), case_of("a + b.diff", "leak", "clean")]
+        ),
+        [(BASELINE, "1", "0", "1"), ("a + b.diff", "1", "1", "0")],
     ),
 }
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_junit(name):
-    command, cases, expected = SUITES[name]
-    text = as_junit(Report(command, True, "header", (), {}, cases=tuple(cases)))
-    root = ElementTree.fromstring(text.encode())
-    suites = [(s.get("name"), s.get("tests"), s.get("failures")) for s in root]
+    report, expected = SUITES[name]
+    root = ElementTree.fromstring(as_junit(report).encode())
+    suites = [tuple(map(s.get, ("name", "tests", "failures", "skipped"))) for s in root]
     named = [(c.get("classname"), bool(c.get("name"))) for c in root.iter("testcase")]
     totals = root.get("tests"), root.get("failures")
     told = [f.text.splitlines()[0] for f in root.iter("failure")]
     assert (suites, named, totals, told) == (
         expected,
-        [("tombstone-recovery", True)] * len(cases),
+        [("tombstone-recovery", True)] * len(report.cases),
         tuple(str(sum(int(suite[i]) for suite in expected)) for i in (1, 2)),
         ["A tombstone is recovered while its free is still queued"] * int(totals[1]),
     )
+    assert report.ok == (totals[1] == "0")
 
 
 def test_a_failure_in_junit_says_who_lost_what():
-    text = as_junit(Report("check", False, "", (), {}, cases=(case_of("a", "leak", None),)))
+    text = as_junit(check_report(ABOUT, [case_of("a", "leak", None)], 0))
     (failure,) = ElementTree.fromstring(text.encode()).iter("failure")
     assert (failure.attrib, failure.text.splitlines()[1:]) == (
         {"type": "leak", "message": "leak, 2 physical and 1 mapped SWA pages"},
         [
-            "declared: clean or refused; came out: leak",
+            "declared: clean; came out: leak",
             "deferred: from step 7: SWA page 2 leaked; node lost the SWA side of its page 0",
         ],
     )
+
+
+# what is typed -> exit code; `mine` stands for a class that is asked for its own frees
+VERDICTS = {
+    "repro --on builtin": 0,
+    "repro --on builtin -s deferred -s barrier --repeat 2": 0,
+    "repro wrong.toml --on builtin": 1,
+    "verify --on builtin --page-size 4": 0,
+    "verify --on xml_barrier:Mine --page-size 4": 0,
+    "check builtin xml_barrier:Mine": 2,
+    "check xml_barrier:Mine": 0,
+    "check xml_deferred:Mine": 1,
+    "check xml_barrier:Mine xml_deferred:Mine --strict": 1,
+}
+
+
+@pytest.mark.parametrize("call", VERDICTS)
+def test_the_verdict_in_the_xml_is_the_exit_code(
+    call: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes by the one comes to the same as who goes by the other."""
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.toml").write_text(
+        'schema = 1\nsteps = [ { alloc = "a" } ]\nexpect.every = { verdict = "leak" }\n'
+    )
+    for strategy in ("Barrier", "Deferred"):
+        Path(f"xml_{strategy.lower()}.py").write_text(USER_CLASS.format(strategy=strategy))
+    answer = cli(*call.split(), "-o", "run.xml")
+    assert (answer.code, verdict_of(Path("run.xml"))) == (VERDICTS[call], VERDICTS[call])
+
+
+def verdict_of(path: Path) -> int:
+    """Return what a reader of the XML takes it for: 0 for no failure, 1 for one, 2 for no file."""
+    if not path.exists():
+        return 2
+    root = ElementTree.fromstring(path.read_text())
+    counted = {int(root.get(kind, "0")) for kind in ("failures", "errors")}
+    assert (max(counted) > 0) == (next(root.iter("failure"), None) is not None)
+    return int(max(counted) > 0)

@@ -62,7 +62,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.samples < MIN_SAMPLES:
-            raise UsageError(f"{self.samples} samples say nothing, {MIN_SAMPLES} are the least")
+            raise UsageError(
+                f"--samples {self.samples}: too few to say anything, {MIN_SAMPLES} are the least"
+            )
 
 
 def shapes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from swaleak.report.facts import outcome_told
 from swaleak.report.report import Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.script.scenario import Known, Outcome, Scenario
@@ -36,10 +37,10 @@ def show_report(scenario: Scenario) -> Report:
     steps = tuple(
         (Cell(str(i)), Cell(describe(op))) for i, op in enumerate(scenario.steps, start=1)
     )
-    declared = [f"{name}: {_outcome(o)}" for name, o in scenario.expect.items()]
+    declared = [f"{name}: {outcome_told(o)}" for name, o in scenario.expect.items()]
     declared += ["every other strategy: clean"] if "every" not in scenario.expect else []
     declared += [
-        f"SGLang {known.versions} as shipped: {_outcome(known.outcome)} ({known})"
+        f"SGLang {known.releases} as shipped: {outcome_told(known.outcome)} ({known})"
         for known in scenario.known
     ]
     sections = (
@@ -50,15 +51,6 @@ def show_report(scenario: Scenario) -> Report:
     )
     header = f"{scenario.name}: {scenario.title}"
     return Report("show", True, header, sections, {"results": [_scenario_json(scenario)]})
-
-
-def _outcome(outcome: Outcome) -> str:
-    words = [outcome.verdict]
-    if outcome.physical is not None or outcome.mapped is not None:
-        words.append(f"physical {outcome.physical}, mapped {outcome.mapped}")
-    if outcome.kinds:
-        words.append("with " + ", ".join(outcome.kinds))
-    return "; ".join(words)
 
 
 def _outcome_json(outcome: Outcome) -> dict[str, Any]:

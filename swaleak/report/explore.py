@@ -6,39 +6,56 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from swaleak.report.entries import violations_json
-from swaleak.report.facts import tell
+from swaleak.report.facts import own_name, tell
 from swaleak.report.report import About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.search.explore import Coverage
 from swaleak.search.fuzz import Tried
+from swaleak.search.nearest import Likeness, examples, nearest
 from swaleak.search.survey import Survey
 from swaleak.search.witness import Owners, Witness
+from swaleak.words import counted
 
+OWNERS = "owners is what should be, by the ledger; physical and mapped are the allocator's."
 SHOWN = 10  # failures a page size that are printed; the JSON holds all
 
 
 def explore_report(about: About, surveys: Sequence[Survey]) -> Report:
     """One section a page size: what fails, step by step, and what was tried."""
     sections = [Section("", None, about.notes)] if about.notes else []
+    results = []
     for survey in surveys:
         failures = len(survey.witnesses)
-        sections += [_witness_section(survey, number) for number in range(min(failures, SHOWN))]
+        similar = _nearest(survey)
+        shown = range(min(failures, SHOWN))
+        sections += [_witness_section(survey, number, similar[number]) for number in shown]
+        results.append(_survey_json(survey, similar))
         if failures > SHOWN:
             left_out = f"{failures - SHOWN} of {failures} failures not shown"
             how = "-f json prints all, -o FILE.json keeps them"
             sections.append(Section(lines=(f"{left_out}; {how}.",)))
         sections.append(Section("" if survey.witnesses else _title(survey), None, _covered(survey)))
     ok = not any(survey.witnesses for survey in surveys)
-    body = {"results": [_survey_json(survey) for survey in surveys]}
+    body = {"results": results}
     return Report("explore", ok, about.header, tuple(sections), body, about.torch, about.device)
+
+
+def _nearest(survey: Survey) -> list[Likeness | None]:
+    """Return, per failure that is no scenario of the catalogue, the one that it is most like."""
+    if all(survey.known):
+        return [None] * len(survey.known)
+    among = examples(survey.where)
+    failures = zip(survey.witnesses, survey.known, strict=True)
+    return [None if known else nearest(found, among) for found, known in failures]
 
 
 def _title(survey: Survey) -> str:
     where = survey.where
-    return f"{where.strategy}, page size {where.page_size}, {where.rules.contract} contract"
+    strategy = own_name(where.strategy, where.target.origin(where.strategy))
+    return f"{strategy}, page size {where.page_size}, {where.rules.contract} contract"
 
 
-def _witness_section(survey: Survey, number: int) -> Section:
+def _witness_section(survey: Survey, number: int, similar: Likeness | None) -> Section:
     found = survey.witnesses[number]
     run = found.run
     rows = tuple(
@@ -60,20 +77,33 @@ def _witness_section(survey: Survey, number: int) -> Section:
     if run.raised:
         said.append(f"step {run.failed_at} raised {run.raised}")
     lines = [f"{run.verdict}: {'; '.join(said)}"]
-    lines += [f"{missing} is not there, done as {done}" for missing, done in run.substituted]
-    scenario = survey.known[number]
-    lines.append(
-        f"In the catalogue: {scenario}." if scenario else "No scenario of the catalogue is this."
-    )
+    lines += [
+        f"This allocator has no method {missing}; {done} was called in its place."
+        for missing, done in run.substituted
+    ]
+    if scenario := survey.known[number]:
+        lines.append(f"In the catalogue: {scenario}.")
+    else:
+        lines.append("Step by step it is none of the catalogue's scenarios; " + _likeness(similar))
+    lines.append(OWNERS)
     return Section(f"{_title(survey)}: {_how_short(survey, found)}", grid, tuple(lines))
 
 
+def _likeness(similar: Likeness | None) -> str:
+    if similar is None:
+        return "and none of them fails like this here."
+    if similar.same:
+        return f"it fails as {similar.scenario} does."
+    return f"the nearest is {similar.scenario}: the same re-pointing, some other violations."
+
+
 def _how_short(survey: Survey, found: Witness) -> str:
-    steps = f"{len(found.order)} operations"
+    steps = counted(len(found.order), "operation")
     if isinstance(survey.covered, Tried):
         failure = survey.covered.failure
         assert failure is not None
-        return f"seed {failure.seed} fails, {failure.length} operations shrunk to {steps}"
+        length = counted(failure.length, "operation")
+        return f"seed {failure.seed} fails, {length} shrunk to {steps}"
     return f"fails after {steps}"
 
 
@@ -90,7 +120,9 @@ def _covered(survey: Survey) -> tuple[str, ...]:
         lines.append("Interrupted: what follows is what had been tried by then.")
     if isinstance(covered, Coverage):
         lines += _every_order(survey, covered)
-        open_ = "longer orders, more nodes, parts of pages, growing requests (--random)"
+        # where nothing is left to try, longer orders come to states that were seen
+        longer = [] if covered.exhausted else ["longer orders"]
+        open_ = ", ".join([*longer, "more nodes, parts of pages, growing requests (--random)"])
     else:
         lines += _random_scripts(survey, covered)
         open_ = "what chance did not come upon"
@@ -102,17 +134,18 @@ def _covered(survey: Survey) -> tuple[str, ...]:
 def _every_order(survey: Survey, covered: Coverage) -> Iterator[str]:
     rules, shard = survey.where.rules, survey.where.shard
     if not survey.witnesses:
-        upto = "any length" if covered.exhausted else f"up to {covered.depth} operations"
-        yield (
-            f"no order of {upto} fails, with up to {rules.nodes} nodes of 1 to {rules.pages} pages."
-        )
+        operations = counted(covered.depth, "operation")
+        upto = "any length" if covered.exhausted else f"up to {operations}"
+        nodes = counted(rules.nodes, "node")
+        yield f"no order of {upto} fails, with up to {nodes} of 1 to {rules.pages} pages."
     yield (
-        f"{covered.states:,} states, {covered.transitions:,} transitions in "
+        f"{counted(covered.states, 'state')}, {counted(covered.transitions, 'transition')} in "
         f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s, "
         f"{covered.bytes_per_state:.0f} bytes a state."
     )
     if covered.refused:
-        yield f"{covered.refused:,} transitions were refused and changed nothing."
+        were = "was" if covered.refused == 1 else "were"
+        yield f"{counted(covered.refused, 'transition')} {were} refused and changed nothing."
     if covered.split_at is not None:
         yield (
             f"Part {shard.index} of {shard.count}: from depth {covered.split_at} on, "
@@ -122,9 +155,13 @@ def _every_order(survey: Survey, covered: Coverage) -> Iterator[str]:
 
 def _random_scripts(survey: Survey, covered: Tried) -> Iterator[str]:
     if not survey.witnesses:
-        yield f"none of {covered.scripts:,} random scripts fails."
+        yield (
+            "the one random script does not fail."
+            if covered.scripts == 1
+            else f"none of {covered.scripts:,} random scripts fails."
+        )
     yield (
-        f"{covered.scripts:,} scripts, {covered.operations:,} operations in "
+        f"{counted(covered.scripts, 'script')}, {counted(covered.operations, 'operation')} in "
         f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s."
     )
 
@@ -139,7 +176,7 @@ def _rates(covered: Coverage | Tried) -> dict[str, float]:
     }
 
 
-def _survey_json(survey: Survey) -> dict[str, Any]:
+def _survey_json(survey: Survey, similar: Sequence[Likeness | None]) -> dict[str, Any]:
     where, covered = survey.where, survey.covered
     entry: dict[str, Any] = {
         "target": where.target.name,
@@ -175,11 +212,11 @@ def _survey_json(survey: Survey) -> dict[str, Any]:
                 "failing_length": covered.failure.length,
             }
     entry |= _rates(covered)
-    failures = zip(survey.witnesses, survey.known, strict=True)
-    return entry | {"failures": [_witness_json(found, name) for found, name in failures]}
+    failures = zip(survey.witnesses, survey.known, similar, strict=True)
+    return entry | {"failures": [_witness_json(*failure) for failure in failures]}
 
 
-def _witness_json(found: Witness, scenario: str | None) -> dict[str, Any]:
+def _witness_json(found: Witness, scenario: str | None, similar: Likeness | None) -> dict[str, Any]:
     run = found.run
     return {
         "verdict": run.verdict,
@@ -188,6 +225,8 @@ def _witness_json(found: Witness, scenario: str | None) -> dict[str, Any]:
         "violations": violations_json(run.audit.violations),
         "raised": run.raised,
         "scenario": scenario,
+        "nearest": similar.scenario if similar else scenario,
+        "fails_as": similar.scenario if similar and similar.same else scenario,
         "steps": [
             {
                 "step": at,

@@ -10,8 +10,10 @@ from swaleak.words import numbers
 if TYPE_CHECKING:
     from swaleak.check.audit import Violation
     from swaleak.check.case import Case
+    from swaleak.script.scenario import Outcome
 
 
+SHIPPED = "shipped"  # the strategy that is asked for; whose it is, is in a case's origin
 OPEN_GROUP = "The group is still open; what waits for its end is not judged."
 
 
@@ -20,11 +22,13 @@ def explain(cases: Sequence[Case]) -> tuple[str, ...]:
     lines: dict[str, list[Case]] = {}
     failed = [case for case in cases if _facts(case)]
     scenarios = {case.scenario.name for case in failed}
-    targets = {case.target for case in failed}
+    # also where only one of them failed: the reader has to know which
+    targets = {case.target for case in cases}
     for case in failed:
         scenario = [case.scenario.name] if len(scenarios) > 1 else []
         target = [case.target] if len(targets) > 1 else []
-        who = ", ".join([*scenario, *target, case.strategy])
+        own = [strategy_shown(case)] if not target or case.strategy != SHIPPED else []
+        who = ", ".join([*scenario, *target, *own])
         for fact in _facts(case):
             lines.setdefault(f"{who}: {fact}", []).append(case)
     everywhere = {case.page_size for case in cases}
@@ -73,9 +77,20 @@ def substitutions(cases: Sequence[Case]) -> list[str]:
     for target, missing, done in made:
         lacking.setdefault((missing, done), []).append(target.removeprefix("sglang "))
     return [
-        f"No {missing} in {', '.join(targets)}; done as {done}."
+        f"{' and '.join(targets)} {'have' if len(targets) > 1 else 'has'} no method {missing}; "
+        f"where a scenario calls it, {done} is called."
         for (missing, done), targets in lacking.items()
     ]
+
+
+def strategy_shown(case: Case) -> str:
+    """Return the strategy that a report shows for a case; see ``own_name``."""
+    return own_name(case.strategy, case.origin)
+
+
+def own_name(strategy: str, origin: str) -> str:
+    """Return the strategy; of a patched target that is asked for its own, ``patched``."""
+    return "patched" if (strategy, origin) == (SHIPPED, "patched") else strategy
 
 
 def _facts(case: Case) -> list[str]:
@@ -91,11 +106,23 @@ def _facts(case: Case) -> list[str]:
     if run.repeats > 1:
         lost = (case.physical - case.mapped) / run.repeats
         facts.append(f"SWA pages lost a round: {lost:g}, over {run.repeats} rounds")
+    if case.declared and not case.as_declared and case.verdict == case.declared.verdict:
+        counts = f"physical {case.physical}, mapped {case.mapped}"
+        once = ", in one round," if run.repeats > 1 else ""
+        came = ", ".join([counts, *dict.fromkeys(v.kind for v in run.audit.violations)])
+        facts.append(f"declared{once}: {outcome_told(case.declared)}; came out: {came}")
     if run.starved:
         facts.append(f"the pool ran dry in round {run.repeats}")
     if facts and case.known and case.as_declared:
         facts[-1] += f" ({case.known})"
     return facts
+
+
+def outcome_told(outcome: Outcome) -> str:
+    """Return an outcome as it is declared: ``leak, physical 2, mapped 1, with lost``."""
+    counts = (("physical", outcome.physical), ("mapped", outcome.mapped))
+    words = [outcome.verdict, *(f"{what} {count}" for what, count in counts if count is not None)]
+    return ", ".join(words) + (f", with {', '.join(outcome.kinds)}" if outcome.kinds else "")
 
 
 def tell(violation: Violation) -> str:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from swaleak.errors import UsageError
-from swaleak.report.facts import explain
-from swaleak.report.report import Report
-
-if TYPE_CHECKING:
-    from swaleak.check.case import Case
+from swaleak.report.facts import explain, strategy_shown
+from swaleak.report.report import Judged, Report
 
 # what XML 1.0 cannot hold, not even escaped
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -20,48 +17,54 @@ FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def as_junit(report: Report) -> str:
     """Return the report as JUnit XML, UTF-8.
 
-    In a ``check`` report a case fails that is not safe, elsewhere one that did not come out as
-    declared. Raises ``UsageError`` for a report that has no cases.
+    What failed there is a failure here. The baseline of a patch is in a suite of its own that says
+    so, all of it skipped: whoever reads the XML alone has to come to the verdict of the exit code.
+    Raises ``UsageError`` for a report that has no cases.
     """
     if not report.cases:
         raise UsageError(
             f"{report.command} runs no scenario, so there is nothing to write as JUnit .xml"
         )
     root = ElementTree.Element("testsuites", name=f"swaleak {report.command}")
-    for target in dict.fromkeys(case.target for case in report.cases):
-        cases = [case for case in report.cases if case.target == target]
-        suite = ElementTree.SubElement(root, "testsuite", name=_clean(target))
-        wrong = [case for case in cases if not _passes(report, case)]
-        _count(suite, len(cases), len(wrong))
-        for case in cases:
-            _add(suite, case, case not in wrong)
-    _count(root, len(report.cases), sum(not _passes(report, case) for case in report.cases))
+    for target in dict.fromkeys(one.case.target for one in report.cases):
+        cases = [one for one in report.cases if one.case.target == target]
+        only_shown = all(one.passed is None for one in cases)
+        name = f"{target} (baseline, not judged)" if only_shown else target
+        suite = ElementTree.SubElement(root, "testsuite", name=_clean(name))
+        _count(suite, cases)
+        for one in cases:
+            _add(suite, one)
+    _count(root, report.cases)
     ElementTree.indent(root)
     text = ElementTree.tostring(root, encoding="unicode")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
-def _passes(report: Report, case: Case) -> bool:
-    return case.safe if report.command == "check" else case.as_declared
-
-
-def _count(element: ElementTree.Element, tests: int, failures: int) -> None:
-    counts = {"tests": tests, "failures": failures, "errors": 0, "skipped": 0}
+def _count(element: ElementTree.Element, cases: Sequence[Judged]) -> None:
+    passed = [one.passed for one in cases]
+    failed, skipped = passed.count(False), passed.count(None)
+    counts = {"tests": len(cases), "failures": failed, "errors": 0, "skipped": skipped}
     for key, value in counts.items():
         element.set(key, str(value))
 
 
-def _add(suite: ElementTree.Element, case: Case, passed: bool) -> None:
+def _add(suite: ElementTree.Element, one: Judged) -> None:
     """Append one test case; a failure says what came out and who lost what."""
-    name = f"{case.scenario.name} [{case.strategy}, page size {case.page_size}]"
+    case = one.case
+    name = f"{case.scenario.name} [{strategy_shown(case)}, page size {case.page_size}]"
     place = _clean(case.scenario.name)
     entry = ElementTree.SubElement(suite, "testcase", classname=place, name=_clean(name))
-    if passed:
+    if one.passed:
         return
-    wanted = case.declared.verdict if case.declared else "clean or refused"
+    safe = "clean" if case.scenario.reach == "production" else "clean or refused"
+    wanted = case.declared.verdict if case.declared else safe
     message = f"{case.verdict}, {case.physical} physical and {case.mapped} mapped SWA pages"
+    if one.passed is None:
+        told = f"baseline, as shipped, not judged: {message}"
+        ElementTree.SubElement(entry, "skipped", message=_clean(told))
+        return
     failure = ElementTree.SubElement(entry, "failure", type=case.verdict, message=_clean(message))
-    facts = explain([case]) or ("the counts are not those that are declared",)
+    facts = explain([case])
     lines = [case.scenario.title, f"declared: {wanted}; came out: {case.verdict}", *facts]
     failure.text = _clean("\n".join(lines))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from swaleak.search.explore import Progress
 from swaleak.search.fuzz import Played
+from swaleak.words import counted
 
 if TYPE_CHECKING:
     from swaleak.bench.rounds import Round
@@ -57,11 +58,15 @@ def progress_text(progress: Progress | Played) -> str:
     if isinstance(progress, Progress):
         rate = progress.transitions / max(progress.seconds, 1e-9)
         return (
-            f"depth {progress.depth}: {progress.states:,} states, "
-            f"{progress.transitions:,} transitions, {rate:,.0f}/s"
+            f"depth {progress.depth}: {counted(progress.states, 'state')}, "
+            f"{counted(progress.transitions, 'transition')}, {rate:,.0f}/s"
         )
     rate = progress.operations / max(progress.seconds, 1e-9)
-    return f"{progress.scripts:,} scripts, {progress.operations:,} operations, {rate:,.0f}/s"
+    scripts, operations = (
+        counted(progress.scripts, "script"),
+        counted(progress.operations, "operation"),
+    )
+    return f"{scripts}, {operations}, {rate:,.0f}/s"
 
 
 def with_bar(rounds: Iterator[Round]) -> Iterator[Round]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ STYLES = {
     "refused": "yellow",
     "error": "bold red",
 }
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
 PLAIN = str.maketrans("●○·✗…", "*o.x~")  # for a terminal that knows ASCII only
 
 
@@ -76,17 +78,32 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What was driven: the first line of a report, notes on the targets, torch and device."""
+    """What was driven: the first line of a report, notes on the targets, torch and device.
+
+    ``patched``: the names of the targets that ``--patch`` has changed.
+    """
 
     header: str
     notes: tuple[str, ...]
     torch: str
     device: str
+    patched: frozenset[str] = frozenset()
+
+
+class Judged(NamedTuple):
+    """A case, and whether it passed: None for a baseline, which a patch is only shown beside."""
+
+    case: Case
+    passed: bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything one command has to say. ``body``: what the JSON holds besides the envelope."""
+    """Everything one command has to say. ``body``: what the JSON holds besides the envelope.
+
+    ``cases``: the runs of scenarios that it is about; where there are any, ``ok`` is that none of
+    them failed.
+    """
 
     command: str
     ok: bool
@@ -95,7 +112,7 @@ class Report:
     body: dict[str, Any]
     torch: str | None = None
     device: str | None = None
-    cases: tuple[Case, ...] = field(default=())
+    cases: tuple[Judged, ...] = field(default=())
 
     def with_lines(self, lines: Sequence[str]) -> Report:
         """Return the same with more lines before the last one; the JSON has the last of them."""
@@ -129,10 +146,20 @@ class Report:
                 blocks.append(section.moral.text)
             if section.lines:
                 blocks.append("\n".join(f"- {line}" if line else "" for line in section.lines))
-        return "\n\n".join(blocks) + "\n"
+        return visible("\n\n".join(blocks) + "\n")
 
     def print_to(self, console: Console) -> None:
         """Print tables that are readable at 80 columns and without colour."""
+        if console.is_terminal:
+            self._print_to(console)
+            return
+        with console.capture() as captured:
+            self._print_to(console)
+        # in a file or a pull request, what a table fills its last column with is noise
+        lines = captured.get().splitlines(keepends=True)
+        console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+    def _print_to(self, console: Console) -> None:
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -140,7 +167,7 @@ class Report:
         marks = PLAIN if console.options.ascii_only else {}
 
         def text(words: str, style: str = "") -> Text:
-            return Text(words.translate(marks), style=style)
+            return Text(visible(words).translate(marks), style=style)
 
         console.print(text(self.header, "dim"), soft_wrap=False)
         for section in self.sections:
@@ -161,6 +188,11 @@ class Report:
                     console.print()
             for line in section.lines:
                 console.print(text(line))
+
+
+def visible(text: str) -> str:
+    """Return a text whose control characters are written out: a title is no terminal's program."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def _markdown_table(grid: Grid) -> str:

@@ -34,7 +34,11 @@ def parse(text: str, *, name: str, source: str) -> Scenario:
     return reader.scenario(name, data, reader.steps(data.get("steps")))
 
 
-_KEYS = ("schema", "title", "upstream", "reach", "story", "steps", "pools", "expect", "known")
+# what docs/scenarios.md lists, table by table
+KEYS = ("schema", "title", "upstream", "reach", "story", "steps", "pools", "expect", "known")
+POOL_KEYS = ("full_pages", "swa_pages", "page_sizes")
+OUTCOME_KEYS = ("verdict", "physical", "mapped", "kinds")
+KNOWN_KEYS = ("versions", "page_sizes", "fixed", "fix")
 
 
 class Reader(Fields):
@@ -46,16 +50,14 @@ class Reader(Fields):
             data = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
             raise ScriptError(f"{self.source}: broken TOML: {error}") from None
-        self.keys("", data, (*_KEYS, *more))
+        self.keys("", data, (*KEYS, *more))
         if data.get("schema") != SCHEMA:
             raise self.fail("schema", f"this swaleak reads schema = {SCHEMA}")
         return data
 
     def scenario(self, name: str, data: dict[str, Any], steps: tuple[Op, ...]) -> Scenario:
         """Return the scenario of these tables, with ``steps``."""
-        pools = self.table(
-            "pools", data.get("pools", {}), ("full_pages", "swa_pages", "page_sizes")
-        )
+        pools = self.table("pools", data.get("pools", {}), POOL_KEYS)
         sizes = self.ints(
             "pools.page_sizes", pools.get("page_sizes", [1, 4, 256]), 1, MAX_PAGE_SIZE
         )
@@ -78,7 +80,7 @@ class Reader(Fields):
 
     def outcome(self, place: str, value: Any, also: tuple[str, ...] = ()) -> Outcome:
         """Return a table as an outcome. ``also``: keys it may have besides an outcome's."""
-        table = self.table(place, value, ("verdict", "physical", "mapped", "kinds", *also))
+        table = self.table(place, value, (*OUTCOME_KEYS, *also))
         counts = {
             key: None
             if key not in table
@@ -93,8 +95,7 @@ class Reader(Fields):
 
     def known(self, place: str, value: Any) -> Known:
         """Return a table of ``known``."""
-        also = ("versions", "page_sizes", "fixed", "fix")
-        outcome = self.outcome(place, value, also)
+        outcome = self.outcome(place, value, KNOWN_KEYS)
         try:
             versions = SpecifierSet(self.text(f"{place}.versions", value.get("versions")))
         except InvalidSpecifier as error:
@@ -130,9 +131,9 @@ class Reader(Fields):
     def step(self, place: str, step: Any) -> Op:
         """Return one operation."""
         key = self.first_key(place, step)
-        if key not in _STEPS:
-            raise self.fail(place, unknown("operation", key, _STEPS))
-        build, extra = _STEPS[key]
+        if key not in STEPS:
+            raise self.fail(place, unknown("operation", key, STEPS))
+        build, extra = STEPS[key]
         self.keys(place, step, (key, *extra))
         return build(self, place, step)
 
@@ -217,7 +218,7 @@ def _group(reader: Reader, place: str, step: dict[str, Any]) -> Op:
 
 
 # operation -> how to build it, and the extra keys that it takes
-_STEPS: dict[str, tuple[_Build, tuple[str, ...]]] = {
+STEPS: dict[str, tuple[_Build, tuple[str, ...]]] = {
     "alloc": (_alloc, ("pages",)),
     "alloc_tail": (_alloc_tail, ("pages", "tail")),
     "extend": (_extend, ("tokens",)),

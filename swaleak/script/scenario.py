@@ -18,6 +18,8 @@ STRATEGIES = ("eager", "deferred", "enqueue", "barrier")
 VERDICTS = ("clean", "leak", "corrupt", "refused", "error")
 KINDS = ("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned")
 
+_WORDS = {"==": "", ">=": "from ", ">": "after ", "<": "before ", "<=": "up to ", "!=": "not "}
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -53,7 +55,15 @@ class Known:
         """``fixed in 0.5.19``, as far as a release has it."""
         ends = [spec.version for spec in self.versions if spec.operator == "<"]
         fixed = self.fixed or next(iter(ends), None)
-        return f"fixed in {fixed}" if fixed else f"known in {self.versions}"
+        if fixed:
+            return f"fixed in {fixed}"
+        return f"known {'in ' if self.releases[:1].isdigit() else ''}{self.releases}"
+
+    @property
+    def releases(self) -> str:
+        """``from 0.5.18, before 0.5.19``, or ``0.5.18``."""
+        specs = sorted(self.versions, key=lambda spec: (spec.operator in ("<", "<="), spec.version))
+        return ", ".join(_WORDS.get(spec.operator, spec.operator) + spec.version for spec in specs)
 
     def __str__(self) -> str:
         """Return ``fixed in 0.5.19, #36381``."""

@@ -110,10 +110,10 @@ class _TreeReader(Reader):
 
     def tree_step(self, place: str, step: Any) -> TreeStep:
         key = self.first_key(place, step)
-        if key not in _STEPS:
-            raise self.fail(place, unknown("operation", key, _STEPS))
+        if key not in STEPS:
+            raise self.fail(place, unknown("operation", key, STEPS))
         self.keys(place, step, (key,))
-        return _STEPS[key](self, place, key, step[key])
+        return STEPS[key](self, place, key, step[key])
 
     def prompt(self, place: str, key: str, value: Any) -> TreeOp:
         good = isinstance(value, str) and value.isalpha() and value.isascii()
@@ -131,7 +131,7 @@ class _TreeReader(Reader):
         return self.expectation(place, {key: value})
 
 
-_STEPS: dict[str, Callable[[_TreeReader, str, str, Any], TreeStep]] = {
+STEPS: dict[str, Callable[[_TreeReader, str, str, Any], TreeStep]] = {
     "alloc": _TreeReader.prompt,
     "insert": _TreeReader.prompt,
     "match": _TreeReader.prompt,

@@ -16,6 +16,7 @@ from swaleak.errors import UsageError
 from swaleak.sglang.source import ALLOCATOR, KERNELS, SourceTree
 
 MAX_PATCH = 64 * 2**20  # bytes
+SHOWN = 3  # paths that are named of those left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,19 @@ class FilePatch:
 def patched(tree: SourceTree, names: list[str]) -> tuple[SourceTree, tuple[str, ...]]:
     """Return the tree with the diffs in files ``names`` applied ("-": standard input).
 
-    Also the paths that were left out because they lie outside the allocator package. Raises
-    ``UsageError`` with file and hunk if one does not apply. Nothing but a temporary folder is
-    written.
+    Also, in one piece of text or none, which paths were left out because they lie outside the
+    allocator package. Line ends are made LF on both sides: mail and Windows turn a good diff into
+    one that applies nowhere. Raises ``UsageError`` with file and hunk if one does not apply.
+    Nothing but a temporary folder is written.
     """
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="swaleak-") as folder:
         root = Path(folder)
         for path, text in tree.files.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text, encoding="utf-8", newline="")
+            (root / path).write_text(_with_lf(text), encoding="utf-8", newline="")
         for name in names:
-            parts = list(split(_read(name)))
+            parts = list(split(_with_lf(_read(name))))
             mine = [part for part in parts if part.strip >= 0]
             if not mine:
                 raise UsageError(f"{name}: no hunk of it changes {ALLOCATOR}/")
@@ -69,7 +71,7 @@ def patched(tree: SourceTree, names: list[str]) -> tuple[SourceTree, tuple[str, 
     # a place of its own: line caches tell modules by it, and Triton compiles from those
     place = f"{tree.place} + {shown}"
     changed = replace(tree, files=files, version=None, label=label, place=place)
-    return changed, tuple(dict.fromkeys(left_out))
+    return changed, _counted(list(dict.fromkeys(left_out)))
 
 
 def split(diff: str) -> Iterator[FilePatch]:
@@ -138,6 +140,17 @@ def _apply(part: FilePatch, root: Path, name: str, label: str) -> None:
             raise UsageError(f"{name}: the hunk at {hunk.group(1)} does not apply to {label}")
         reason = next(iter(said.strip().splitlines()), "git apply refused it")
         raise UsageError(f"{name}: {_shown(part.path)}: {reason.removeprefix('error: ')}")
+
+
+def _with_lf(text: str) -> str:
+    return text.replace("\r\n", "\n")
+
+
+def _counted(paths: list[str]) -> tuple[str, ...]:
+    """Return one line for any number of files; a diff of a whole pull request has dozens."""
+    if len(paths) <= SHOWN:
+        return (", ".join(paths),) if paths else ()
+    return (f"{len(paths)} files, {', '.join(paths[:SHOWN])} and so on",)
 
 
 def _shown(path: str) -> str:
