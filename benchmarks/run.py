@@ -43,7 +43,7 @@ class Effort:
     depth: int = explore.DEPTH
     examples: int = explore.EXAMPLES
     replay_turns: int = 5
-    calls: int = 100_000
+    calls: int = 20_000
     sizes_runs: int = sizes.RUNS
     rounds: int = plugin.ROUNDS
     requests: int = plugin.REQUESTS

@@ -141,7 +141,10 @@ class _Follower:
             "free_full_pool": self._free_full_pool,
             "free_swa_pool": self._free_swa_pool,
         }
-        self.frees = {name: getattr(driver, name) for name in FREES}
+        self.frees = {
+            name: (getattr(driver, name), name not in SWA_FREES, name not in FULL_FREES)
+            for name in FREES
+        }
 
     def _there(self, slots: Tensor) -> Tensor:
         return slots if self.on_host else slots.to(self.device)
@@ -150,10 +153,10 @@ class _Follower:
         return slots if self.on_host else slots.cpu()
 
     def _free(self, op: str, data: dict[str, Any]) -> None:
-        owner, peers = op not in SWA_FREES, op not in FULL_FREES
+        call, owner, peers = self.frees[op]
         names = self.ledger.full
         full = names.find_last(data["full"]) if owner and peers else names.find(data["full"])
-        self.frees[op](self._there(full.slots))
+        call(full.slots if self.on_host else full.slots.to(self.device))
         self.ledger.release(full, owner=owner, peers=peers)
 
     def _mapping(self) -> Tensor:
@@ -181,7 +184,8 @@ class _Follower:
         peers, swa = None, data.get("swa")
         if swa is not None:
             peers = self._here(self._mapping().index_select(0, full))
-        self.ledger.took(self._here(full).clone(), data["full"], peers, swa or 0)
+        mine = full.clone() if self.on_host else full.cpu()
+        self.ledger.took(mine, data["full"], peers, swa or 0)
 
     def _hand_out_swa(self, op: str, data: dict[str, Any]) -> None:
         if data["n"] > self.ledger.most:

@@ -50,8 +50,9 @@ class Names:
         self.firsts: list[int] = []  # ascending; some are gone
         self.pinned: set[int] = set()
         self.last = 0
-        self.fresh = self.fresh_slots = self.stayed = 0  # since the last sweep, and what it left
-        self.enough = max(SWEEP, pages * page_size)
+        self.fresh = self.fresh_slots = 0  # allocations and slots since the last sweep
+        self.enough = SWEEP
+        self.enough_slots = max(SWEEP, pages * page_size)
 
     def add(self, first: int, named: Named) -> None:
         """Enter what was handed out, numbered from ``first``, before its pages are in use.
@@ -61,7 +62,7 @@ class Names:
         """
         if first <= self.last:
             raise ScriptError(f"slot number {first} was handed out before")
-        if self.fresh >= max(SWEEP, self.stayed) or self.fresh_slots >= self.enough:
+        if self.fresh >= self.enough or self.fresh_slots >= self.enough_slots:
             self._sweep()
         length = named.slots.numel()
         self.last = first + length - 1
@@ -232,7 +233,8 @@ class Names:
         """Forget what cannot be named any more."""
         self.held = {first: one for first, one in self.held.items() if self._alive(first, one)}
         self.firsts = list(self.held)
-        self.fresh, self.fresh_slots, self.stayed = 0, 0, len(self.firsts)
+        self.fresh = self.fresh_slots = 0
+        self.enough = max(SWEEP, len(self.firsts))
 
 
 def listed(slots: Tensor, page_size: int) -> Named:

@@ -141,6 +141,7 @@ class SlotLedger:
 
     def _aim_pages(self, pages: list[int], peers: list[int]) -> None:
         aims, pointed, want, size = self.aims.cells, self.pointed.cells, self.want.cells, self.size
+        every = self.every_swa_slot
         for page, peer in zip(pages, peers, strict=True):
             if aims[page]:
                 self._drop(page)
@@ -148,8 +149,8 @@ class SlotLedger:
                 aims[page] = peer
                 pointed[peer] += 1
                 if size > 1:
-                    row = self.every_swa_slot[peer * size : (peer + 1) * size]
-                    want[page * size : (page + 1) * size] = row
+                    row = every[peer * size : peer * size + size]
+                    want[page * size : page * size + size] = row
 
     def _aim_slot(self, slot: int, peer: int) -> None:
         aims, want = self.aims.cells, self.want.cells
