@@ -292,3 +292,15 @@ def test_a_trace_that_cannot_be_made_is_one_line_in_the_log(monkeypatch, caplog,
     (record,) = caplog.records
     said = f"swaleak does nothing: SWALEAK: record:{path}: there is no folder {path.parent}"
     assert (record.getMessage(), record.exc_info) == (said, None)
+
+
+def test_a_trace_without_a_group_says_that_nothing_was_judged(cli, tmp_path):
+    trace = tmp_path / "empty.jsonl"
+    trace.write_text(
+        '{"schema": "swaleak-trace/1", "page_size": 1, "full_pages": 8, "swa_pages": 8}\n'
+        '{"op": "alloc", "full": 1, "swa": 1, "n": 1}\n'
+    )
+    answer = cli("replay", trace, "-s", "barrier", "--on", "builtin")
+    said = " ".join(answer.out.split())
+    assert answer.code == 0
+    assert "barrier: no free group ends in this trace, so that nothing was judged" in said

@@ -108,6 +108,8 @@ def _facts(run: Replayed) -> list[str]:
         facts.append(f"line {seen.raised[0]}: the allocator raised {seen.raised[1]}")
     if seen.starved:
         facts.append(f"line {seen.starved}: a pool ran dry")
+    if not seen.groups:
+        facts.append("no free group ends in this trace, so that nothing was judged")
     return [f"{run.strategy}: {fact}" for fact in facts]
 
 
