@@ -456,7 +456,9 @@ def test_an_interrupt_before_anything_was_measured_prints_no_report(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clocks, "clock_for", lambda device: FakeClock({}, stop_after=5))
-    assert cli(*BENCH, "--samples", 20) == Answer(130, "", "swaleak: interrupted\n")
+    assert cli(*BENCH, "--samples", 20) == Answer(
+        130, "", "swaleak: interrupted: the first case of deferred, enqueue, barrier\n"
+    )
 
 
 @pytest.mark.parametrize("options", ["--samples 3", "--calls 0", "--baseline nobody", "-o x.txt"])
