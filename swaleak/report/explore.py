@@ -11,7 +11,7 @@ from swaleak.report.report import About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.search.explore import Coverage
 from swaleak.search.fuzz import Tried
-from swaleak.search.nearest import Likeness, examples, nearest
+from swaleak.search.nearest import Likeness
 from swaleak.search.survey import Survey
 from swaleak.search.witness import Owners, Witness
 from swaleak.words import counted
@@ -23,30 +23,18 @@ SHOWN = 10  # failures a page size that are printed; the JSON holds all
 def explore_report(about: About, surveys: Sequence[Survey]) -> Report:
     """One section a page size: what fails, step by step, and what was tried."""
     sections = [Section("", None, about.notes)] if about.notes else []
-    results = []
     for survey in surveys:
         failures = len(survey.witnesses)
-        similar = _nearest(survey)
         shown = range(min(failures, SHOWN))
-        sections += [_witness_section(survey, number, similar[number]) for number in shown]
-        results.append(_survey_json(survey, similar))
+        sections += [_witness_section(survey, number) for number in shown]
         if failures > SHOWN:
             left_out = f"{failures - SHOWN} of {failures} failures not shown"
             how = "-f json prints all, -o FILE.json keeps them"
             sections.append(Section(lines=(f"{left_out}; {how}.",)))
         sections.append(Section("" if survey.witnesses else _title(survey), None, _covered(survey)))
     ok = not any(survey.witnesses for survey in surveys)
-    body = {"results": results}
+    body = {"results": [_survey_json(survey) for survey in surveys]}
     return Report("explore", ok, about.header, tuple(sections), body, about.torch, about.device)
-
-
-def _nearest(survey: Survey) -> list[Likeness | None]:
-    """Return, per failure that is no scenario of the catalogue, the one that it is most like."""
-    if all(survey.known):
-        return [None] * len(survey.known)
-    among = examples(survey.where)
-    failures = zip(survey.witnesses, survey.known, strict=True)
-    return [None if known else nearest(found, among) for found, known in failures]
 
 
 def _title(survey: Survey) -> str:
@@ -55,7 +43,7 @@ def _title(survey: Survey) -> str:
     return f"{strategy}, page size {where.page_size}, {where.rules.contract} contract"
 
 
-def _witness_section(survey: Survey, number: int, similar: Likeness | None) -> Section:
+def _witness_section(survey: Survey, number: int) -> Section:
     found = survey.witnesses[number]
     run = found.run
     rows = tuple(
@@ -84,7 +72,8 @@ def _witness_section(survey: Survey, number: int, similar: Likeness | None) -> S
     if scenario := survey.known[number]:
         lines.append(f"In the catalogue: {scenario}.")
     else:
-        lines.append("Step by step it is none of the catalogue's scenarios; " + _likeness(similar))
+        likeness = _likeness(survey.similar[number])
+        lines.append(f"Step by step it is none of the catalogue's scenarios; {likeness}")
     lines.append(OWNERS)
     return Section(f"{_title(survey)}: {_how_short(survey, found)}", grid, tuple(lines))
 
@@ -176,7 +165,7 @@ def _rates(covered: Coverage | Tried) -> dict[str, float]:
     }
 
 
-def _survey_json(survey: Survey, similar: Sequence[Likeness | None]) -> dict[str, Any]:
+def _survey_json(survey: Survey) -> dict[str, Any]:
     where, covered = survey.where, survey.covered
     entry: dict[str, Any] = {
         "target": where.target.name,
@@ -212,7 +201,7 @@ def _survey_json(survey: Survey, similar: Sequence[Likeness | None]) -> dict[str
                 "failing_length": covered.failure.length,
             }
     entry |= _rates(covered)
-    failures = zip(survey.witnesses, survey.known, similar, strict=True)
+    failures = zip(survey.witnesses, survey.known, survey.similar, strict=True)
     return entry | {"failures": [_witness_json(*failure) for failure in failures]}
 
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from swaleak.check.case import run_case
 from swaleak.check.replay import Run
-from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
 from swaleak.script.ops import Op
-from swaleak.search.survey import Where
+from swaleak.script.scenario import Scenario
 from swaleak.search.witness import Witness
+from swaleak.target import Target
 
 # operations that give a node other slots than it had, or a queued free other indices
 REPOINTING = (ops.Recover, ops.Adopt, ops.Replace, ops.LoadBack, ops.Overwrite)
@@ -44,12 +44,14 @@ class Likeness:
     same: bool
 
 
-def examples(where: Where) -> list[Example]:
-    """Return the scenarios of the catalogue that fail there, in the catalogue's order."""
+def examples(
+    catalogue: Iterable[Scenario], target: Target, strategy: str, page_size: int
+) -> list[Example]:
+    """Return the scenarios of ``catalogue`` that fail there, in its order."""
     ran = [
-        (scenario, run_case(scenario, where.target, where.strategy, where.page_size).run)
-        for scenario in scenarios.catalogue()
-        if where.page_size >= min(scenario.page_sizes)
+        (scenario, run_case(scenario, target, strategy, page_size).run)
+        for scenario in catalogue
+        if page_size >= min(scenario.page_sizes)
     ]
     return [Example(s.name, s.steps, _way(s.steps, run)) for s, run in ran if _is_told(run)]
 
