@@ -11,6 +11,11 @@ def numbers(pages: Sequence[int], most: int = 6) -> str:
     return ", ".join(map(str, pages[:most])) + more
 
 
+def named(pages: Sequence[int]) -> str:
+    """Return ``page 3``, or ``pages 3, 4``; a long list as ``numbers`` has it."""
+    return f"page{'s' if len(pages) > 1 else ''} {numbers(pages)}"
+
+
 def counted(number: int, thing: str) -> str:
     """Return ``1 run``, ``2 runs``, ``1,000 runs``."""
     return f"{number:,} {thing}" + ("" if number == 1 else "s")

@@ -17,7 +17,7 @@ from torch import Tensor
 from swaleak.allocator.state import State
 from swaleak.check.ledger import Ledger
 from swaleak.script.scenario import KINDS
-from swaleak.words import numbers
+from swaleak.words import named
 
 Add = Callable[..., None]  # kind, page, pool, owner
 
@@ -39,9 +39,8 @@ class Violation:
     owner: str | None = None
 
     def __str__(self) -> str:
-        pages = f"page{'s' if len(self.pages) > 1 else ''} {numbers(self.pages)}"
         where = f"{self.owner}'s" if self.owner else str(self.pool)
-        return f"{self.kind}: {where} {pages}"
+        return f"{self.kind}: {where} {named(self.pages)}"
 
 
 @dataclass(frozen=True, slots=True)

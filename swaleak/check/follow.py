@@ -17,14 +17,14 @@ from torch import Tensor
 from swaleak.allocator.mapping import plain
 from swaleak.allocator.state import State
 from swaleak.check.audit import Violation
+from swaleak.check.player import Starved
 from swaleak.check.slots import SlotLedger
 from swaleak.errors import RAISED, ScriptError, told
-from swaleak.script.trace import FREES, HANDS_OUT, Header, Line, TraceReader
+from swaleak.script.trace import FREES, HANDS_OUT, PEER_FREES, Header, Line, TraceReader
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Sizes
 
 SWA_FREES = frozenset({"free_swa", "free_swa_segment"})  # the full side keeps its owner
-FULL_FREES = frozenset({"free_full", "free_full_segment"})  # the SWA side stays mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def follow(
         except ScriptError as error:
             file = f"{trace.path}: " if isinstance(trace, TraceReader) else ""
             raise ScriptError(f"{file}line {number}: {error}") from None
-        except _Starved:
+        except Starved:
             followed.starved = number
             break
         except RAISED as error:  # whatever SGLang's code raises is a result, not a crash
@@ -113,10 +113,6 @@ def _judge(follower: _Follower, end: Line, followed: Followed) -> None:
     followed.kinds.update(violation.kind for violation in violations)
     if violations and followed.first_bad is None:
         followed.first_bad = seen
-
-
-class _Starved(Exception):
-    """A pool has no room for what the trace allocates."""
 
 
 class _Follower:
@@ -142,7 +138,7 @@ class _Follower:
             "free_swa_pool": self._free_swa_pool,
         }
         self.frees = {
-            name: (getattr(driver, name), name not in SWA_FREES, name not in FULL_FREES)
+            name: (getattr(driver, name), name not in SWA_FREES, name in PEER_FREES)
             for name in FREES
         }
 
@@ -168,7 +164,7 @@ class _Follower:
     def _hand_out(self, op: str, data: dict[str, Any]) -> None:
         count = data["n"]
         if count > self.ledger.most:  # before anything of that size is made
-            raise _Starved
+            raise Starved
         if op == "alloc":
             full = self.driver.allocator.alloc(count)
         elif op == "alloc_both":
@@ -178,7 +174,7 @@ class _Follower:
         else:
             full = self._grow(op, data)
         if full is None:
-            raise _Starved
+            raise Starved
         if full.numel() != count:
             raise ScriptError(f"{op}: {count} slots were recorded, there are {full.numel()}")
         peers, swa = None, data.get("swa")
@@ -189,10 +185,10 @@ class _Follower:
 
     def _hand_out_swa(self, op: str, data: dict[str, Any]) -> None:
         if data["n"] > self.ledger.most:
-            raise _Starved
+            raise Starved
         swa = self.driver.swa_pool.alloc(data["n"])
         if swa is None:
-            raise _Starved
+            raise Starved
         self.ledger.took_swa(self._here(swa).clone(), data["swa"])
 
     def _grow(self, op: str, data: dict[str, Any]) -> Tensor | None:

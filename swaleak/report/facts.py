@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swaleak.words import numbers
+from swaleak.words import named
 
 if TYPE_CHECKING:
     from swaleak.check.audit import Violation
@@ -127,29 +127,28 @@ def outcome_told(outcome: Outcome) -> str:
 
 def tell(violation: Violation) -> str:
     """Return a violation as a piece of a sentence."""
-    pages = numbers(violation.pages)
-    plural = "s" if len(violation.pages) > 1 else ""
-    verb = "" if plural else "s"
+    pages = named(violation.pages)
+    verb = "" if len(violation.pages) > 1 else "s"
     pool = {"swa": "SWA", "full": "full"}.get(violation.pool or "", "")
     match violation.kind, violation.owner:
         case "lost", owner:
-            return f"{owner} lost the SWA side of its page{plural} {pages}"
+            return f"{owner} lost the SWA side of its {pages}"
         case "stale", None:
-            return f"stale: full page{plural} {pages} of nobody's still map{verb}"
+            return f"stale: full {pages} of nobody's still map{verb}"
         case "stale", owner:
-            return f"stale: {owner}'s page{plural} {pages} still map{verb}"
+            return f"stale: {owner}'s {pages} still map{verb}"
         case "misaligned", owner:
-            return f"misaligned: {owner}'s page{plural} {pages}"
+            return f"misaligned: {owner}'s {pages}"
         case "leak", _:
-            return f"{pool} page{plural} {pages} leaked"
+            return f"{pool} {pages} leaked"
         case "dangling", _:
-            return f"dangling: {pool} page{plural} {pages} in use and in the free list"
+            return f"dangling: {pool} {pages} in use and in the free list"
         case "double-free", _:
-            return f"{pool} page{plural} {pages} twice in the free list"
+            return f"{pool} {pages} twice in the free list"
         case "reserved", _:
-            return f"reserved {pool} page{plural} {pages} in the free list"
+            return f"reserved {pool} {pages} in the free list"
         case _:
-            return f"{violation.kind}: {pool} page{plural} {pages}"
+            return f"{violation.kind}: {pool} {pages}"
 
 
 def listed_sizes(cases: Sequence[Case]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from swaleak.report.facts import OPEN_GROUP, tell
 from swaleak.script import ops
 from swaleak.script.ops import describe
-from swaleak.words import numbers
+from swaleak.words import named
 
 if TYPE_CHECKING:
     from swaleak.check.picture import Page
@@ -73,7 +73,7 @@ class _Change:
             these = [page for page in pages if now[page].held == held]
             for (owner, since), group in _group(these, self._left).items():
                 whose = f", {owner}'s until step {since}," if owner else ""
-                clauses.append(f"{_name(group)}{whose} {_are(group)} {what}")
+                clauses.append(f"{named(group)}{whose} {_are(group)} {what}")
         told = {*freed, *leaked, *stale}
         for v in self.audit.violations:
             of_node = v.owner in victims or (v.kind == "stale" and stale)
@@ -92,10 +92,10 @@ class _Change:
         if self.op == ops.Group("end") and lost:
             whose = f"{giver}'s" if giver != owner else "its new"
             peer = "peer" if len(lost) == 1 else "peers"
-            found = f"{whose} {_name(pages)}"
+            found = f"{whose} {named(pages)}"
             return f"the flush looked up {owner}'s {peer}, found {found}, and freed {_it(pages)}"
         since = "" if giver == owner else f" (it was {giver}'s before)"
-        return f"{_name(pages)} {_are(pages)} freed although {owner} has {_it(pages)}{since}"
+        return f"{named(pages)} {_are(pages)} freed although {owner} has {_it(pages)}{since}"
 
     def _left(self, page: int) -> tuple[str, int]:
         """Return the last owner of a page, and the number of the step that took it from them."""
@@ -125,11 +125,6 @@ def _group(pages: Iterable[int], key: Callable[[int], K]) -> dict[K, list[int]]:
     for page in pages:
         groups.setdefault(key(page), []).append(page)
     return groups
-
-
-def _name(pages: Sequence[int]) -> str:
-    """Return ``page 3``, or ``pages 3, 4 and 9 more``."""
-    return f"page{'s' if len(pages) > 1 else ''} {numbers(pages)}"
 
 
 def _pages(count: int) -> str:

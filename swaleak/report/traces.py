@@ -13,7 +13,7 @@ from swaleak.report.facts import tell
 from swaleak.report.report import STYLES, About, Cell, Grid, Report, Section
 from swaleak.script.ops import describe
 from swaleak.search.reduce import Reduced
-from swaleak.words import numbers
+from swaleak.words import counted, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ def record_report(files: Sequence[Path], status: int) -> Report:
     )
     section = Section("", Grid(("trace", "bytes"), rows, frozenset({"bytes"})), lines)
     body = {"results": [{"trace": str(file)} for file in files], "exit_code": status}
-    return Report("record", status == 0, _count(files), (section,), body)
+    return Report(
+        "record", status == 0, f"recorded {counted(len(files), 'trace')}", (section,), body
+    )
 
 
 def shrink_report(about: About, path: Path, written: Path, small: Reduced) -> Report:
@@ -81,10 +83,6 @@ def shrink_report(about: About, path: Path, written: Path, small: Reduced) -> Re
     return Report("shrink", True, about.header, (section,), body, about.torch, about.device)
 
 
-def _count(files: Sequence[Path]) -> str:
-    return f"recorded {len(files)} trace{'s' * (len(files) != 1)}"
-
-
 def _row(run: Replayed) -> tuple[Cell, ...]:
     seen = run.followed
     physical, mapped = (seen.last.physical, seen.last.mapped) if seen.last else ("-", "-")
@@ -115,9 +113,7 @@ def _facts(run: Replayed) -> list[str]:
 
 def _told(bad: GroupEnd) -> str:
     return "; ".join(
-        f"full page{'s' * (len(v.pages) > 1)} {numbers(v.pages)} lost the SWA side"
-        if v.kind == "lost"
-        else tell(v)
+        f"full {named(v.pages)} lost the SWA side" if v.kind == "lost" else tell(v)
         for v in bad.violations
     )
 
