@@ -7,6 +7,7 @@ grafted on SGLang's own class.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -47,7 +48,14 @@ class GroupedFrees:
             pages = (len(mapping) - 1) // self.page_size
             self._peers = mapping[: pages * self.page_size].view(pages, self.page_size)
         if type(self.strategy).before_write is not Strategy.before_write:
-            self.full_to_swa_index_mapping = guarded(mapping, self.strategy.before_write)
+            # weak: what a tensor with views holds, the garbage collector never sees
+            strategy = weakref.ref(self.strategy)
+
+            def before_write() -> None:
+                if (there := strategy()) is not None:
+                    there.before_write()
+
+            self.full_to_swa_index_mapping = guarded(mapping, before_write)
 
     @property
     def batching(self) -> bool:
@@ -55,7 +63,11 @@ class GroupedFrees:
         return self.group_open and self.strategy.batches
 
     def free(self, free_index: Tensor) -> None:
-        """Give back full slots and their SWA peers. ``free_index``: int64[n], full slots."""
+        """Give back full slots and their SWA peers.
+
+        ``free_index``: full slots, int64[n], or int32[n] as in SGLang's request table; it may be
+        a view.
+        """
         self.free_swa(free_index)
         self.free_full(free_index)
 
@@ -63,19 +75,21 @@ class GroupedFrees:
         """Give back the SWA peers; whole pages, even if only one of their slots is named."""
         if free_index.numel() == 0:
             return
+        full = free_index.long()  # int32 may index a tensor, but not every kernel takes it
         if self.batching:
-            self.strategy.free(free_index)
+            self.strategy.free(full)
         else:
-            self.release(self.resolve(free_index))
+            self.release(self.resolve(full))
 
     def free_full(self, free_index: Tensor) -> None:
         """Give back full slots only: the node is a tombstone."""
         if free_index.numel() == 0:
             return
+        full = free_index.long()
         if self.batching:
-            self.full_queue.append(free_index.clone())
+            self.full_queue.append(full.clone())
         else:
-            self.full_attn_allocator.free(free_index)
+            self.full_attn_allocator.free(full)
 
     def free_segment(self, free_index: Tensor, *, start_pos: int) -> None:
         """As ``free``, for the slots of one request from token ``start_pos`` on."""
