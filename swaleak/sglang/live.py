@@ -72,55 +72,60 @@ class Gauge:
 
     def resized(self) -> None:
         """Take note of the sizes and the mapping as they are now."""
-        self.mapping = self.allocator.full_to_swa_index_mapping.as_subclass(Tensor)
+        self.mapping: Tensor = self.allocator.full_to_swa_index_mapping.as_subclass(Tensor)
         self.heads = self.mapping[: -1 : self.page_size]  # a view: it follows the mapping
         self.pages = int(self.pool.size) // self.page_size
+        self.lost = self._marks()
+        self.reached = ~self.lost  # all others
         self.twice: set[int] = set()
-        self.none = self._marks()
-        self._all_reached()
-
-    def _all_reached(self) -> None:
-        self.lost = self.later = self.none  # ``later``: taken, and not mapped yet
-        self.heard: list[tuple[bool, Tensor]] = []  # what has changed ``later`` since; SWA slots
+        self.later = self._marks()  # taken, and not mapped yet, but for what ``heard`` says
         self.any_later = False
+        self.heard: list[tuple[bool, Tensor]] = []  # for later, or not any more; SWA slots
+
+    def peers(self, full: Tensor) -> Tensor:
+        """Return a copy of the SWA slots, int64[n], that full slots map to now."""
+        return self.mapping.take(full.long())
 
     def _took(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self.any_later = True
             self._hear(True, result)
 
     def _gave_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hear(False, slots_of(args, kwargs))
 
     def _pointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._hear(False, pair_of(args, kwargs)[1])
+        swa = pair_of(args, kwargs)[1]
+        if self.heard and self.heard[-1][1] is swa:  # taken and mapped at once
+            self.heard.pop()
+        else:
+            self._hear(False, swa.clone())
 
     def _hear(self, later: bool, swa: Tensor) -> None:
-        if self.any_later:
-            self.heard.append((later, swa.clone()))
+        if later or self.heard or self.any_later:
+            self.heard.append((later, swa))
             if len(self.heard) > MANY:
                 self._settle()
 
     def _settle(self) -> None:
-        marks = self.later.clone()
         for later, swa in self.heard:
-            marks[swa // self.page_size] = later
-        self.later, self.heard = marks, []
+            self.later[swa // self.page_size] = later
+        self.heard = []
 
     def look(self) -> Look:
         """Compare the pages in use with those that are mapped. Waits for the device once."""
         waiting = getattr(self.pool, "release_pages", None)
-        lists = [self.pool.free_pages] if waiting is None else [self.pool.free_pages, waiting]
+        lists = [self.pool.free_pages, *([] if waiting is None or not len(waiting) else [waiting])]
         mapped, free = self._marks_of(self.heads), self._marks(*lists)
         reached = mapped | free
-        counts = [marks.count_nonzero() for marks in (mapped, free[1:], reached)]
-        is_mapped, is_free, is_reached = torch.stack(counts).tolist()
+        marks = (mapped, free[1:], reached != self.reached)
+        counts: list[int] = torch.stack([mark.count_nonzero() for mark in marks]).tolist()
+        is_mapped, is_free, differ = counts
         lost: list[int] = []
-        if is_reached <= self.pages:
+        if differ or self.any_later:
             lost, more = self._unreached(~reached)
             is_mapped += more
         else:
-            self._all_reached()
+            self.heard = []
         twice: list[int] = []
         if self.twice or sum(map(len, lists)) > is_free:
             before, self.twice = self.twice, _repeated(torch.cat(lists))
@@ -139,7 +144,7 @@ class Gauge:
         old = self.lost & lost
         if self.page_size > 1 and not torch.equal(old, lost):  # another slot may map to them
             lost &= old | ~self._marks_of(self.mapping[:-1])
-        self.lost = lost
+        self.lost, self.reached = lost, ~lost
         new: list[int] = (lost & ~old).nonzero().reshape(-1).tolist()
         return new, int((pages & ~lost).count_nonzero())
 
@@ -216,33 +221,25 @@ class Auditor:
         self.calls: deque[Call] = deque(maxlen=MANY)
 
     def connect(self, hooks: Hooks) -> None:
-        """Ask for frees inside groups, and for all that re-points full slots."""
-        for name in PEER_FREES:
-            hooks.add([name], self._freed(name))
-        for name in POINTS:
-            hooks.add([name], self._pointed(name))
+        """Ask for what happens inside groups; outside, a free is carried out at once."""
+        for name in (*PEER_FREES, *POINTS):
+            hooks.add([name], self._called(name))
         hooks.add(["free_group_begin"], self._begin)
         hooks.add(RESETS, None, self._reset)
 
     def _begin(self, _args: Any, _kwargs: Any) -> None:
         self.in_group = True
+        self.calls.clear()
 
     def _reset(self, *_: Any) -> None:
         self.in_group = False
         self.calls.clear()
 
-    def _freed(self, name: str) -> Callable[..., None]:
+    def _called(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.in_group:  # outside of one, a free is carried out at once
-                peers = self.gauge.mapping[slots_of(args, kwargs)]
+            if self.in_group:
+                peers = self.gauge.peers(slots_of(args, kwargs))
                 self.calls.append(Call(name, peers, *place_of(sys._getframe(2))))
-
-        return before
-
-    def _pointed(self, name: str) -> Callable[..., None]:
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            peers = self.gauge.mapping[slots_of(args, kwargs)]
-            self.calls.append(Call(name, peers, *place_of(sys._getframe(2))))
 
         return before
 
@@ -255,7 +252,6 @@ class Auditor:
         )
         if look.lost or look.twice:
             self._report(look)
-        self.calls.clear()
 
     def _report(self, look: Look) -> None:
         size = self.gauge.page_size
@@ -282,11 +278,11 @@ class Auditor:
             how = (
                 f"{calls[last]} re-pointed its full slots"
                 if writes
-                else "its mapping was written past the allocator's methods"
+                else "its mapping was overwritten outside a group, or past the allocator's methods,"
             )
             return (
                 f"nobody had freed it: {how} while it was live, which is the caller's fault; "
-                "neither fix, nor another release, can help"
+                "neither fix, nor another release of the allocator, can help"
             )
         how = f"re-pointed by {calls[last]}" if writes else "written past the allocator's methods"
         return (

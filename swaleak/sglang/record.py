@@ -162,7 +162,7 @@ class Recorder:
 
     def _alloc(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self._keep(("alloc", result.clone(), self.gauge.mapping[result], None))
+            self._keep(("alloc", result.clone(), self.gauge.peers(result), None))
 
     def _grow(self, name: str) -> Callable[..., None]:
         op, parameters = GROWS[name], PARAMETERS[name]
@@ -178,7 +178,7 @@ class Recorder:
                 rest["tail"] = int(given["swa_tail_len"])
             last = given["last_loc"].clamp(min=0)  # -1, "no slot before": nobody's, as slot 0
             self._keep(("last", last, None, None))
-            self._keep((op, result.clone(), self.gauge.mapping[result], rest))
+            self._keep((op, result.clone(), self.gauge.peers(result), rest))
 
         return after
 
@@ -203,7 +203,7 @@ class Recorder:
     def _free_full_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # a cache that has re-pointed a node clears the newcomer's entries without any call
         slots = slots_of(args, kwargs)
-        peers = {"peers": self.gauge.mapping[slots]}
+        peers = {"peers": self.gauge.peers(slots)}
         self.kept.append(("free_full_pool", slots.clone(), None, peers))
 
     def _free_swa_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
