@@ -93,7 +93,7 @@ def get_and_clear_swa_pages(
     swa = mapping[full_page_representatives]
     place = torch.arange(page_size, device=mapping.device)
     start = full_page_representatives // page_size * page_size
-    mapping.index_fill_(0, (start[:, None] + place).reshape(-1), 0)
+    mapping.index_fill_(0, (start[:, None] + place).reshape(-1).long(), 0)
     return swa // page_size, swa > 0, torch.ones_like(swa, dtype=torch.bool)
 
 
