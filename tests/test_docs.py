@@ -98,3 +98,9 @@ def test_the_script_in_the_guide_comes_out_as_it_declares(guide: str) -> None:
             declared.physical,
             declared.mapped,
         )
+
+
+def test_the_readme_says_how_to_install_without_an_index() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    commands = ("pip wheel --no-deps .", "pip install --no-deps --no-index swaleak-*.whl")
+    assert [command for command in commands if f"`{command}`" not in readme] == []

@@ -299,6 +299,25 @@ def test_a_double_free_in_the_same_group_hides_no_leak(page_size, caplog, tmp_pa
     assert ends == [{"physical": 1, "mapped": 0}] * 2
 
 
+@pytest.mark.wheels
+def test_what_0_5_18_frees_twice_at_page_size_1_hides_no_leak(caplog):
+    base = sglang("0.5.18")._class
+    class_ = plugin.watched_by(base, plugin.read_wish("audit"), None)
+    driver = Driver(class_(4, 4, 1, torch.bfloat16, "cpu", kv_pool_for(base), False))
+    node, other = driver.alloc(1), driver.alloc(1)
+    driver.group_begin()
+    driver.free_swa(node)
+    driver.point(node, driver.translate(other))
+    driver.clear_mapping(other)
+    driver.free_full_pool(other)
+    driver.free_swa(node)
+    driver.group_end()
+    assert sorted(driver.state().swa_free.tolist()) == [2, 2, 3, 4]
+    lost, twice = errors(caplog)
+    assert "SWA page 1 is lost" in lost and "queued by free_swa at " in lost
+    assert "SWA page 2 is in the free list twice" in twice
+
+
 def lose(driver: Driver) -> None:
     """Lose a page in a group as tombstone recovery does."""
     node, other = driver.alloc(1), driver.alloc(1)
