@@ -71,11 +71,12 @@ def _test(body: str, sizes: list[int]) -> str:
     return f"""
     def test_page_size{plural}_{name}(self):
         for page_size in ({listed}):
-            with self.subTest(page_size=page_size):
-                self.replay_{name}(page_size)
+            for dtype in DTYPES:
+                with self.subTest(page_size=page_size, dtype=dtype):
+                    self.replay_{name}(page_size, dtype)
 
-    def replay_{name}(self, page_size):
-        allocator = self.start(page_size)
+    def replay_{name}(self, page_size, dtype):
+        allocator = self.start(page_size, dtype)
 {textwrap.indent(body, " " * 8)}
 """
 
@@ -264,6 +265,7 @@ class _Writer:
                 "self",
                 "allocator",
                 "page_size",
+                "dtype",
                 "mapping",
                 "mapped",
                 "torch",

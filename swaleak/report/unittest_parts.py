@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FULL_PAGES, SWA_PAGES = {full_pages}, {swa_pages}
+DTYPES = torch.int64, torch.int32  # slots in the radix caches, and in the request table
 
 
 class FakeSWAKVPool(BaseSWAKVPool):
@@ -39,9 +40,9 @@ FakeSWAKVPool.__abstractmethods__ = frozenset()
 
 
 class {class_name}(unittest.TestCase):
-    def start(self, page_size):
-        """Return a fresh allocator."""
-        self.page_size = page_size
+    def start(self, page_size, dtype):
+        """Return a fresh allocator, to be passed slots of this dtype."""
+        self.page_size, self.dtype = page_size, dtype
         self.allocator = SWATokenToKVPoolAllocator(
             size=FULL_PAGES * page_size,
             size_swa=SWA_PAGES * page_size,
@@ -62,7 +63,7 @@ class {class_name}(unittest.TestCase):
             full = allocator.full_attn_allocator.alloc(slots)
             swa = allocator.swa_attn_allocator.alloc(slots)
             allocator.set_full_to_swa_mapping(full, swa)
-        return full, allocator.translate_loc_from_full_to_swa(full).clone()
+        return full.to(self.dtype), allocator.translate_loc_from_full_to_swa(full).clone()
 '''
 OPTIONAL = {
     "alloc_tail": '''
@@ -79,7 +80,8 @@ OPTIONAL = {
             tokens,
             tail * self.page_size,
         )
-        return full, self.allocator.translate_loc_from_full_to_swa(full).clone()
+        peers = self.allocator.translate_loc_from_full_to_swa(full)
+        return full.to(self.dtype), peers.clone()
 ''',
     "free_full": '''
     def free_full(self, full):
@@ -147,7 +149,7 @@ TAIL = '''
             free = pool.available_size()
             slots = torch.cat([*owned, *([pool.alloc(free)] if free else [])])
             everything = torch.arange(page_size, (pages + 1) * page_size, device=DEVICE)
-            whole = torch.equal(slots.sort().values, everything)
+            whole = torch.equal(slots.long().sort().values, everything)
             self.assertTrue(whole, f"{name} slots that are owned or free are not all, each once")
 
     def live(self, nodes, adopted):
