@@ -17,37 +17,33 @@ from packaging.version import Version
 
 from swaleak.log_diagnosis.log_text import LogText
 
-MISSING, TWICE, LOCKED, NEGATIVE = "missing", "counted-twice", "never-unlocked", "negative-count"
+MISSING, TWICE = "missing", "counted-twice"
 KEPT_BYTES = 2**16  # before a block, to find the time and the rank of a message in
 WINDOW_BYTES = 2**12  # of a very long line, on either side of a word
 REACH_BYTES = 2**14  # behind an announcement in which the rest of the message is looked for
 PREFIX_BYTES = 400  # of a line, for its time and rank
 LINES_BACK = 300
-MAX_FINDINGS = 2_000
+MAX_FINDINGS = 4_000
 
 # word -> a byte without which a block cannot hold it: one byte is found ten times as fast
 WORDS = {b"etected!": b"!", b"able": b"=", b"cur_batch": b"=", b"page": b"", b"lang": b""}
 TABLE: dict[str, Any] = tomllib.loads((files(__package__) / "formats.toml").read_text("utf-8"))
 PATTERNS = {name: re.compile(regex) for name, regex in TABLE["patterns"].items()}
 TIME, LOGGER, SOURCE = (re.compile(regex.encode()) for regex in TABLE["line_patterns"].values())
-POOL = r"(?P<pool>full|swa|mamba[\w-]*)"
-# whole where something ends it: 911,616 is no number, nor is one that another process wrote into
-NUMBER = r"-?\d{1,18}(?![\w\[]|[.,]\d)"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """A wording; ``formats.toml`` says what each field means."""
 
-    name: str
-    releases: str
-    kind: str
+    name: str = ""
+    releases: str = ""
+    kind: str = "unread"
     template: str = ""
     regex: str = ""
     pool: str | None = None
     counts: tuple[str, ...] = ()
-    begins: str | None = None
-    raised: bool = False
+    begins: str = "(?!)"
     check_counts_protected: str = ""
     check_adds_pre_alloc: str = ""
     unprinted: str = ""
@@ -58,12 +54,10 @@ def pattern(form: Format) -> re.Pattern[str]:
     """Return the regular expression of a format's template."""
     parts: list[str] = []
     for literal, name, mark in re.findall(r"([^{}<>]+)|\{(\w+)\}|([<>])", form.template):
-        if name:
-            group = POOL if name == "pool" else f"(?P<{name}>{NUMBER})"
-            parts.append(group if group not in parts else f"(?P={name})")
-        else:
-            blanks = re.sub(r"(?:\\ )+", r"\\s+", re.escape(literal)).replace("!", r"!\s*")
-            parts.append({"<": "(?:", ">": ")?"}.get(mark, blanks))
+        blanks = re.sub(r"(?:\\ )+", r"\\s+", re.escape(literal)).replace("!", r"!\s*")
+        part = TABLE["pool"] if name == "pool" else f"(?P<{name}>{TABLE['number']})"
+        part = part if part not in parts else f"(?P={name})"
+        parts.append(part if name else {"<": "(?:", ">": ")?"}.get(mark, blanks))
     return re.compile(form.regex or "(?<![A-Za-z_])" + "".join(parts))
 
 
@@ -74,13 +68,12 @@ FORMATS = tuple(Format(**{**row, "counts": tuple(row.get("counts", ()))}) for ro
 class Finding:
     """One message, however often it came and from whichever ranks.
 
-    ``kind``: that of its format, or ``lock`` or ``unaligned``; ``unread`` for a message that cannot
-    be read, and ``what`` is why. ``wanted``: the figure without which the difference is not known.
-    ``released``: the releases that print this wording. ``version``, ``page_size``, ``flags``: what
-    the log says of the server. ``ranks``: how often from each, None where the log does not say.
+    ``what``: what it says in words, or why it cannot be read. ``absent``: terms that its format has
+    and it lacks. ``wanted``: the figure without which the difference is not known. ``version``,
+    ``page_size``, ``flags``: what the log says of the server. ``ranks``: how often from each.
     """
 
-    kind: str
+    form: Format
     pool: str | None = None
     meaning: str = ""
     total: int | None = None
@@ -89,12 +82,10 @@ class Finding:
     absent: tuple[str, ...] = ()
     wanted: str | None = None
     what: str = ""
-    format: str = ""
-    released: str = ""
     version: str | None = None
     page_size: int | None = None
     flags: frozenset[tuple[str, bool]] = frozenset()
-    count: int = 0
+    count: int = 1
     first: str | None = None
     last: str | None = None
     lines: tuple[int, int] = (0, 0)
@@ -103,42 +94,17 @@ class Finding:
     @property
     def difference(self) -> int | None:
         """Slots accounted for, less the slots that exist; None if not known."""
-        if self.total is None or self.accounted is None or self.wanted:
-            return None
-        return self.accounted - self.total
+        known = self.total is not None and self.accounted is not None and not self.wanted
+        return self.accounted - self.total if known else None  # type: ignore[operator]
 
     @property
     def pages(self) -> dict[int, int]:
         """The difference in pages by each page size that divides it, the largest size first."""
-        if self.kind == "double-free" and self.page_size:
+        if self.form.kind == "double-free" and self.page_size:
             return {self.page_size: dict(self.terms).get("pages", 0)}
-        slots = self.difference
-        if not slots or self.kind != "sum" or (self.pool or "").startswith("mamba"):
-            return {}
+        slots = self.difference if self.pool in ("full", "swa", None) else None
         sizes = {2**i for i in range(13)} | ({self.page_size} if self.page_size else set())
-        return {n: slots // n for n in sorted(sizes, reverse=True) if slots % n == 0}
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What a log holds.
-
-    ``dumps``: sums of a watchdog that differ because a batch was running; ``batch``: its requests.
-    ``more``: messages beyond the findings that are kept apart. ``unused``: options that the log
-    contradicts.
-    """
-
-    findings: tuple[Finding, ...]
-    unread: tuple[Finding, ...]
-    versions: tuple[str, ...]
-    page_sizes: tuple[int, ...]
-    unused: tuple[str, ...]
-    dumps: int
-    batch: int | None
-    more: int
-    size: int
-    kinds: tuple[str, ...]
-    truncated: bool
+        return {n: slots // n for n in sorted(sizes, reverse=True) if slots and slots % n == 0}
 
 
 def diagnose(log: BinaryIO, page_size: int | None = None, release: str | None = None) -> Diagnosis:
@@ -146,57 +112,42 @@ def diagnose(log: BinaryIO, page_size: int | None = None, release: str | None = 
 
     Raises ``OSError`` if it cannot be read, or is packed with anything but gzip.
     """
-    scan, text = _Scanner(release), LogText(log)
+    text = LogText(log)
+    diagnosis = Diagnosis(text, release)
     for block in text:
-        scan.feed(block)
-    scan.finish()
-    versions, sizes = tuple(scan.versions), tuple(scan.page_sizes)
-    # what is said once, also behind a message, holds for the whole log
-    version = versions[0] if len(versions) == 1 else release
-    size = sizes[0] if len(sizes) == 1 else page_size
-    found = [
-        replace(f, version=f.version or version, page_size=f.page_size or size)
-        for f in (*scan.seen.values(), *scan.beyond.values())
-    ]
-    given = (("--release", release, versions), ("--page-size", page_size, sizes))
-    return Diagnosis(
-        tuple(f for f in found if f.kind != "unread"),
-        tuple(sorted((f for f in found if f.kind == "unread"), key=lambda f: f.lines)),
-        versions,
-        sizes,
-        tuple(
-            f"{option} {value} is not used: the log names {', '.join(map(str, said))}."
-            for option, value, said in given
-            if value and set(said) - {value}
-        ),
-        scan.dumps,
-        scan.batch,
-        scan.more,
-        text.raw.size,
-        tuple(text.kinds),
-        text.truncated,
-    )
+        diagnosis.feed(block)
+    diagnosis.finish(page_size)
+    return diagnosis
 
 
 @dataclass(slots=True)
-class _Scanner:
-    """Collects findings. ``data`` is a window of the log that starts ``base`` bytes into it."""
+class Diagnosis:
+    """What a log holds, as far as it has been read.
 
+    ``versions``, ``page_sizes``: of the server, the last one said comes last. ``dumps``: sums of a
+    watchdog that differ because a batch was running; ``batch``: its requests. ``more``: messages
+    beyond ``MAX_FINDINGS``. ``unused``: options that the log contradicts.
+    """
+
+    text: LogText
     release: str | None
+    versions: dict[str, None] = field(default_factory=dict)
+    page_sizes: dict[int, None] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    unread: list[Finding] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    dumps: int = 0
+    batch: int | None = None
+    more: int = 0
+    # ``data`` is a window of the log that starts ``base`` bytes into it, read up to ``done``
     data: bytes = b""
     base: int = 0
-    done: int = 0  # in ``data``; what lies before it has been read
+    done: int = 0
     counted: int = 0  # bytes of the log that hold ``newlines``
     newlines: int = 0
     open_end: int = -1  # where in ``data`` the log ends, if within a line
-    versions: dict[str, None] = field(default_factory=dict)  # the last one comes last
-    page_sizes: dict[int, None] = field(default_factory=dict)
     flags: dict[str, bool] = field(default_factory=dict)
     seen: dict[Finding, Finding] = field(default_factory=dict)
-    beyond: dict[tuple[str, ...], Finding] = field(default_factory=dict)
-    more: int = 0
-    dumps: int = 0
-    batch: int | None = None
     dump_at: int = -REACH_BYTES - 1  # where in the log a watchdog's dump was last seen
     announced_at: int = -REACH_BYTES - 1
     sum_end: int = -1  # where in the log the last line with a sum ended
@@ -206,6 +157,7 @@ class _Scanner:
     prefixes: dict[bytes, tuple[int, str | None, str | None]] = field(default_factory=dict)
 
     def feed(self, block: bytes) -> None:
+        """Read up to the end of the last whole line."""
         self.data += block
         limit = self.data.rfind(b"\n", self.done) + 1
         if not limit and len(self.data) - self.done > 2**20:  # a line longer than any message
@@ -213,21 +165,28 @@ class _Scanner:
         if limit:
             self.read_to(limit)
 
-    def finish(self) -> None:
-        if self.data and not self.data.endswith(b"\n"):
+    def finish(self, page_size: int | None) -> None:
+        """Read the rest, and give every finding what the log says but once."""
+        if not self.data.endswith(b"\n"):
             self.open_end = len(self.data)
             self.data += b"\n"
-            tail = self.data[-WINDOW_BYTES:-1].decode("utf-8", "replace")
-            cut = PATTERNS["cut_announcement"].search(tail)
-            if cut and "memory leak detected".startswith(cut[1]):
-                begin = self.data.rfind(b"\n", 0, -1) + 1
-                self.count(Finding("unread", what=_why(tail)), begin, announced=True)
-        self.read_to(len(self.data))
+        self.read_to(len(self.data), last=[self.open_end - 1] if self.open_end > 0 else [])
         self.expire(self.base + len(self.data) + REACH_BYTES + 1)
+        version = next(iter(self.versions)) if len(self.versions) == 1 else self.release
+        size = next(iter(self.page_sizes)) if len(self.page_sizes) == 1 else page_size
+        for f in self.seen.values():
+            told = replace(f, version=f.version or version, page_size=f.page_size or size)
+            (self.findings if f.meaning else self.unread).append(told)
+        self.unread.sort(key=lambda f: f.lines)
+        given = (("--release", self.release, self.versions), ("--page-size", page_size, self.page_sizes))
+        for option, value, said in given:
+            if value and set(said) - {value}:  # type: ignore[arg-type]
+                names = ", ".join(map(str, said))
+                self.unused.append(f"{option} {value} is not used: the log names {names}.")
 
-    def read_to(self, limit: int) -> None:
+    def read_to(self, limit: int, last: list[int] | None = None) -> None:
         """Read ``data`` up to ``limit``, then forget all but what a time may be found in."""
-        for at in sorted(self.places(limit)):
+        for at in sorted([*self.places(limit), *(last or [])]):
             if at >= self.done:
                 self.line(at)
         self.done = max(self.done, limit)
@@ -270,15 +229,17 @@ class _Scanner:
             self.dump_at = self.base + end
             size = PATTERNS["batch_size"].search(text)
             self.batch = int(size[1]) if size else self.batch
-        announced = PATTERNS["announced"].search(text) is not None
+        announced = PATTERNS["announced" if ended else "announced_or_cut"].search(text) is not None
         if announced:
             self.announced_at, self.dump_at = here, -REACH_BYTES - 1
         dumped, near = here - self.dump_at <= REACH_BYTES, here - self.announced_at <= REACH_BYTES
         told, sums, covered = False, False, 0
+        above = self.data[self.data.rfind(b"\n", 0, max(begin - 1, 0)) + 1 : begin]
         for form in FORMATS:
-            where = self.raised(text, begin, end) if form.raised else text
-            found = pattern(form).search(where, 0 if form.raised else covered)
-            while found:
+            raised = form.kind == "overfull" and "available_size()" in text
+            where = above.decode("utf-8", "replace") + text if raised else text
+            found = pattern(form).search(where, 0 if raised else covered)
+            while found and not (raised and told):
                 covered = found.end()
                 sums |= form.kind == "sum"
                 finding = self.message(form, found, ended, near)
@@ -288,21 +249,16 @@ class _Scanner:
                     told = True
                     self.count(finding, begin, announced)
                 found = pattern(form).search(where, covered)
-            if form.begins and not (sums or told) and re.search(form.begins, text):
+            if not (sums or told) and re.search(form.begins, text):
                 told = True
                 if not dumped and "[Mem Check" not in text:
-                    self.count(Finding("unread", what=_why(text)), begin, announced)
-            if form.raised and told:
-                break
+                    self.count(_unread(text), begin, announced)
         # in 2024 the announcement came behind the sum
         if announced and not told and not ("KV cache" in text and self.sum_end == here):
-            why = _why(text)
-            if sums and "separators" not in why:
-                why = "the pool that it names adds up, and no line of another pool is behind it"
             time, rank, source, _ = self.origin(begin)
             lines = (self.line_number(begin),) * 2
-            unread = Finding("unread", what=why, first=time, lines=lines, ranks=((rank, 1),))
-            self.pending.append((here, source, unread))
+            unread = replace(_unread(text, balanced=sums), first=time, lines=lines)
+            self.pending.append((here, source, replace(unread, ranks=((rank, 1),))))
         self.sum_end = self.base + end + 1 if sums else self.sum_end
 
     def settings(self, text: str) -> None:
@@ -330,39 +286,30 @@ class _Scanner:
         if "index" in terms:  # sub-pools of a hybrid allocator
             pool = {0: "full", 1: "swa"}.get(terms.pop("index"))
         total, rest = terms.pop("total", None), found.string[found.end() :]
-        absent = tuple(name for name in form.counts if name not in terms)
-        finding = Finding(
-            form.kind,
-            pool.lower() if pool else None,
-            TWICE if form.kind in ("double-free", "use-after-free", "overfull") else form.kind,
-            total,
-            sum(terms.values()) if form.counts else None,
-            tuple(terms.items()),
-            absent,
-            what=what,
-            format=form.name,
-            released=form.releases,
-        )
+        meaning = TWICE if form.kind in ("double-free", "use-after-free", "overfull") else form.kind
+        finding = Finding(form, pool.lower() if pool else None, meaning, total, what=what)
+        finding = replace(finding, terms=tuple(terms.items()))
         if not form.counts:
             return finding
+        absent = tuple(name for name in form.counts if name not in terms)
         if PATTERNS["cut_term"].match(rest):
-            return Finding("unread", what=_why(found.string))
+            return _unread(found.string)
         if not rest and not ended and (absent or not found[0].endswith("=0")):
-            return Finding("unread", what=_why(found.string, found[0].rpartition("=")[2]))
+            return _unread(found.string, number=found[0].rpartition("=")[2])
+        finding = replace(finding, accounted=sum(terms.values()), absent=absent)
         slots, version = finding.difference or 0, next(reversed(self.versions), self.release)
         if form.check_adds_pre_alloc and Version(version or "1") >= Version("0.4.8"):
             if self.flags.get("decode", slots > 0):
                 return replace(finding, meaning="unknown", wanted="pre_alloc_size")
         if unaligned := PATTERNS["unaligned"].search(rest):
-            finding = replace(finding, what=unaligned[1].replace("'", ""), kind="unaligned")
+            finding = replace(finding, what=unaligned[1].replace("'", ""))
             return replace(finding, meaning="unaligned-count", page_size=int(unaligned[2]))
         if min(terms.values()) < 0:
-            return replace(finding, meaning=NEGATIVE)
+            return replace(finding, meaning="negative-count")
         if slots:
             return replace(finding, meaning=MISSING if slots < 0 else TWICE)
-        if announced and form.check_counts_protected and terms.get("protected"):
-            return replace(finding, kind="lock", meaning=LOCKED)
-        return None
+        locked = announced and form.check_counts_protected and terms.get("protected")
+        return replace(finding, meaning="never-unlocked") if locked else None
 
     def count(self, finding: Finding, begin: int, announced: bool) -> None:
         """Count a finding in the line at ``begin``.
@@ -378,41 +325,35 @@ class _Scanner:
                 self.pending.remove(waiting)
                 rank = rank if own else theirs
                 break
-        lines = (self.line_number(begin),) * 2
+        line = self.line_number(begin)
         key = replace(
             finding,
             terms=finding.terms if finding.total is None else (),
             version=next(reversed(self.versions), None),
             page_size=finding.page_size or next(reversed(self.page_sizes), None),
             flags=frozenset(self.flags.items()),
-            lines=lines if finding.kind == "unread" else (0, 0),
+            lines=(0, 0) if finding.meaning else (line, line),
         )
-        old = self.seen.get(key, replace(key, terms=finding.terms, lines=lines, first=time))
+        old = self.seen.get(
+            key, replace(key, terms=finding.terms, count=0, first=time, lines=(line, line))
+        )
         ranks = dict(old.ranks)
         ranks[rank] = ranks.get(rank, 0) + 1
-        ordered = tuple(sorted(ranks.items(), key=lambda item: item[0] or ""))
-        lines = (old.lines[0], lines[1])
-        self.keep(
-            key,
-            replace(old, count=old.count + 1, last=time or old.last, lines=lines, ranks=ordered),
-        )
+        new = replace(old, count=old.count + 1, last=time or old.last, lines=(old.lines[0], line))
+        in_order = tuple(sorted(ranks.items(), key=lambda item: item[0] or ""))
+        self.keep(key, replace(new, ranks=in_order))
 
     def keep(self, key: Finding, new: Finding) -> None:
-        """Keep a finding; of those beyond ``MAX_FINDINGS`` the largest and the last of a kind."""
+        """Keep a finding, if there are not too many."""
         if key in self.seen or len(self.seen) < MAX_FINDINGS:
             self.seen[key] = new
-            return
-        self.more += 1
-        kind = new.kind, str(new.pool), new.meaning
-        largest = self.beyond.setdefault(("largest", *kind), new)
-        if abs(new.difference or 0) > abs(largest.difference or 0):
-            self.beyond[("largest", *kind)] = new
-        self.beyond[("last", *kind)] = new
+        else:
+            self.more += 1
 
     def expire(self, at: int) -> None:
         """Give up on announcements of which nothing came in the ``REACH_BYTES`` up to ``at``."""
         while self.pending and self.pending[0][0] < at - REACH_BYTES:
-            unread = replace(self.pending.pop(0)[2], count=1)
+            unread = self.pending.pop(0)[2]
             self.keep(unread, unread)
 
     def origin(self, begin: int) -> tuple[str | None, str | None, bytes, bool]:
@@ -452,21 +393,15 @@ class _Scanner:
         self.counted = max(self.counted, self.base + at)
         return self.newlines + 1
 
-    def raised(self, text: str, begin: int, end: int) -> str:
-        """Return the last line of a traceback and the one above it; nothing if it is none."""
-        if "available_size()" not in text:
-            return ""
-        before = self.data[self.data.rfind(b"\n", 0, max(begin - 1, 0)) + 1 : begin]
-        if b'File "' not in before and b"AssertionError" not in self.data[begin : end + 200]:
-            return ""
-        return before.decode("utf-8", "replace") + text
 
-
-def _why(text: str, number: str = "") -> str:
-    """Return why nothing can be read from a message; ``number``: the one that ends the log."""
+def _unread(text: str, number: str = "", balanced: bool = False) -> Finding:
+    """Return a message that cannot be read, and why. ``number``: the one that ends the log."""
+    why = f'cut off behind "{text.rstrip()[-40:].lstrip()}"'
     if found := PATTERNS["separated"].search(text):
-        return f"its numbers have separators ({found[1]}), and SGLang writes none"
-    if number:
-        whole = "if that is the whole message, end it with a newline"
-        return f"the log ends in {number} without a newline, so that it may be cut off; {whole}"
-    return f'cut off behind "{text.rstrip()[-40:].lstrip()}"'
+        why = f"its numbers have separators ({found[1]}), and SGLang writes none"
+    elif balanced:
+        why = "the pool that it names adds up, and no line of another pool is behind it"
+    elif number:
+        why = f"the log ends in {number} without a newline, so that it may be cut off; if that is "
+        why += "the whole message, end it with a newline"
+    return Finding(Format(), what=why)
