@@ -11,54 +11,37 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, BinaryIO
 
-BLOCK_BYTES = 2**18
-MAX_ESCAPE_BYTES = 2**12
+BLOCK_BYTES, MAX_LINE_BYTES, MAX_ESCAPE_BYTES = 2**18, 2**20, 2**12
 OTHERS = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 # ECMA-48 control sequences (colours), operating system commands (titles, links), short escapes
 ESCAPE = re.compile(
     rb"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]"
-    rb"|[\]PX^_][^\x07\x1b\n]{0,%d}(?:\x07|\x1b\\)|[ -/]{1,8}[0-~]|[0-OQ-WYZ\\`-~])"
-    % MAX_ESCAPE_BYTES
+    rb"|[\]PX^_][^\x07\x1b\n]{0,4096}(?:\x07|\x1b\\)|[ -/]{1,8}[0-~]|[0-OQ-WYZ\\`-~])"
 )
-
-
-class _Counted(io.RawIOBase):
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.size = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.file.read(len(buffer)) or b""
-        buffer[: len(data)] = data
-        self.size += len(data)
-        return len(data)
 
 
 class LogText:
     """The blocks of a log.
 
-    ``raw.size``: bytes of the file. ``kinds``: how it was packed and encoded. ``truncated``: it is
-    packed and the file ends before the packing does.
+    ``kinds``: how it was packed and encoded. ``truncated``: it is packed and the file ends before
+    the packing does.
     """
 
     def __init__(self, log: BinaryIO) -> None:
-        self.raw = _Counted(log)
+        self.stream: Any = io.BufferedReader(log, BLOCK_BYTES)  # type: ignore[type-var]
         self.kinds: list[str] = []
         self.truncated = False
 
     def __iter__(self) -> Iterator[bytes]:
         """Raise ``OSError`` if the log cannot be read or is packed with anything but gzip."""
-        stream: Any = io.BufferedReader(self.raw, BLOCK_BYTES)
-        head = stream.peek()
+        head = self.stream.peek()
         for magic, name in OTHERS.items():
             if head.startswith(magic):
                 raise OSError(f"packed with {name}, which is not read here: unpack it first")
         if head.startswith(b"\x1f\x8b"):
             self.kinds.append("gzip")
-            stream = gzip.GzipFile(fileobj=stream)
-        blocks = self._read(stream)
+            self.stream = gzip.GzipFile(fileobj=self.stream)
+        blocks = self._read()
         first = next(blocks, b"")
         blocks = chain((first,), blocks)
         if encoding := _encoding(first[:64]):
@@ -67,9 +50,9 @@ class LogText:
             blocks = (decoder.decode(block).encode("utf-8", "replace") for block in blocks)
         return _uncoloured(blocks)
 
-    def _read(self, stream: Any) -> Iterator[bytes]:
+    def _read(self) -> Iterator[bytes]:
         try:
-            while block := stream.read1(BLOCK_BYTES):
+            while block := self.stream.read1(BLOCK_BYTES):
                 yield block
         except EOFError:
             self.truncated = True
@@ -82,9 +65,10 @@ def _encoding(head: bytes) -> str | None:
     if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return "utf-16"
     even, odd = head[::2], head[1::2]
-    if len(odd) > 4 and not any(odd) and all(even):
-        return "utf-16-le"
-    return "utf-16-be" if len(odd) > 4 and not any(even) and all(odd) else None
+    for name, letters, zeros in (("utf-16-le", even, odd), ("utf-16-be", odd, even)):
+        if len(odd) > 4 and all(letters) and not any(zeros):
+            return name
+    return None
 
 
 def _uncoloured(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -96,9 +80,8 @@ def _uncoloured(blocks: Iterator[bytes]) -> Iterator[bytes]:
             continue
         rest += block
         cut = rest.rfind(b"\n") + 1
-        if not cut and len(rest) > 2**20:
+        if not cut and len(rest) > MAX_LINE_BYTES:
             cut = len(rest) - MAX_ESCAPE_BYTES
-        if cut:
-            yield ESCAPE.sub(b"", rest[:cut])
-            rest = rest[cut:]
+        yield ESCAPE.sub(b"", rest[:cut])
+        rest = rest[cut:]
     yield ESCAPE.sub(b"", rest)

@@ -1,4 +1,4 @@
-"""Which known faults of SGLang a finding fits, and what to do; the faults are in ``faults.toml``."""
+"""Which known faults of SGLang a finding fits, and what to do; all of it is in ``faults.toml``."""
 
 from __future__ import annotations
 
@@ -34,17 +34,10 @@ class Fault:
     needs: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     paged: bool = False
-    scenario: str | None = None
-    on: str | None = None
-
-    @property
-    def command(self) -> str | None:
-        """What replays it."""
-        replay = f"swaleak repro {self.scenario} --strategy shipped --on {self.on}"
-        return replay if self.scenario else None
+    reproduce: str | None = None
 
     def fits(self, finding: Finding, findings: Sequence[Finding]) -> bool:
-        """Whether it explains a finding, as far as the log tells; never outside its releases."""
+        """Whether it may explain a finding, as far as the log tells; never outside its releases."""
         flags, size, slots = dict(finding.flags), finding.page_size, finding.difference or 0
         off = {f.pool for f in findings if f.meaning == finding.meaning}
         return (
@@ -55,9 +48,15 @@ class Fault:
             and off.issuperset(self.together)
             and all(flags.get(need, True) for need in self.needs)
             and not (self.paged and size == 1)
-            and not (size and finding.pool != "mamba" and slots % size)
+            and not (size and finding.pool in ("full", "swa") and slots % size)
             and any(one in SpecifierSet(self.releases, True) for one in possible_releases(finding))
         )
+
+    def unconfirmed(self, finding: Finding) -> tuple[str, ...]:
+        """Return what it needs besides and the log does not show."""
+        needs = () if self.together else self.needs
+        page = ("a page size above 1",) if self.paged and not finding.page_size else ()
+        return (*(need for need in needs if (need, True) not in finding.flags), *page)
 
 
 FAULTS = tuple(
@@ -68,28 +67,27 @@ FAULTS = tuple(
 
 def possible_releases(finding: Finding) -> tuple[str, ...]:
     """Return the releases a finding may be of: the log's, or those that print its wording."""
-    if finding.version:
-        return (finding.version,)
     printed = SpecifierSet(finding.form.releases, True)
-    return tuple(release for release in FORMATS["releases"] if release in printed)
+    every = (release for release in FORMATS["releases"] if release in printed)
+    return (finding.version,) if finding.version else tuple(every)
 
 
-def known_faults(finding: Finding, findings: Sequence[Finding]) -> tuple[Fault, ...]:
-    """Return the faults that fit, first those whose conditions the log confirms."""
-    flags = dict(finding.flags)
-    fitting = (fault for fault in FAULTS if fault.fits(finding, findings))
-    return tuple(sorted(fitting, key=lambda f: not (f.together or any(map(flags.get, f.needs)))))
+def known_faults(finding: Finding, findings: Sequence[Finding]) -> list[Fault]:
+    """Return the faults that may fit, first those with nothing unconfirmed."""
+    fitting = [fault for fault in FAULTS if fault.fits(finding, findings)]
+    return sorted(fitting, key=lambda fault: bool(fault.unconfirmed(finding)))
 
 
 def advice(finding: Finding, faults: Sequence[Fault], otherwise: str) -> str:
     """Return what to do: upgrade, or a setting; ``otherwise``: where no known fault fits."""
-    if faults and faults[0].fixed:
-        return f"upgrade to {faults[0].fixed} or later; until then {faults[0].until}."
-    if faults:
-        return f"no release up to 0.5.23 is known to have a fix; {faults[0].until}."
-    steps = [otherwise]
-    if not finding.version:
-        steps.append("--release X rules more faults in or out")
+    steps = [otherwise] if finding.version else [otherwise, "--release X rules more faults out"]
     if not finding.page_size and finding.difference:
         steps.append("--page-size N tells whole pages from odd slots")
-    return "; ".join(steps) + "."
+    rest = "; ".join(steps)
+    for fault in faults[:1]:
+        fix = f"upgrade to {fault.fixed} or later; until then {fault.until}"
+        fix = (
+            fix if fault.fixed else f"{fault.until}; no release up to 0.5.23 is known to have a fix"
+        )
+        rest = f"if so, {fix}. If not, {rest}" if fault.unconfirmed(finding) else fix
+    return f"What to do: {rest}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, BinaryIO
@@ -61,7 +61,9 @@ def pattern(form: Format) -> re.Pattern[str]:
     return re.compile(form.regex or "(?<![A-Za-z_])" + "".join(parts))
 
 
-FORMATS = tuple(Format(**{**row, "counts": tuple(row.get("counts", ()))}) for row in TABLE["format"])
+FORMATS = tuple(
+    Format(**{**row, "counts": tuple(row.get("counts", ()))}) for row in TABLE["format"]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,59 +104,43 @@ class Finding:
         """The difference in pages by each page size that divides it, the largest size first."""
         if self.form.kind == "double-free" and self.page_size:
             return {self.page_size: dict(self.terms).get("pages", 0)}
-        slots = self.difference if self.pool in ("full", "swa", None) else None
+        of_pages = self.meaning in (MISSING, TWICE) and self.pool in ("full", "swa", None)
+        slots = self.difference if of_pages else None
         sizes = {2**i for i in range(13)} | ({self.page_size} if self.page_size else set())
         return {n: slots // n for n in sorted(sizes, reverse=True) if slots and slots % n == 0}
 
 
-def diagnose(log: BinaryIO, page_size: int | None = None, release: str | None = None) -> Diagnosis:
-    """Read a log to its end; the options stand in for what the log does not say.
-
-    Raises ``OSError`` if it cannot be read, or is packed with anything but gzip.
-    """
-    text = LogText(log)
-    diagnosis = Diagnosis(text, release)
-    for block in text:
-        diagnosis.feed(block)
-    diagnosis.finish(page_size)
-    return diagnosis
-
-
-@dataclass(slots=True)
 class Diagnosis:
     """What a log holds, as far as it has been read.
 
     ``versions``, ``page_sizes``: of the server, the last one said comes last. ``dumps``: sums of a
     watchdog that differ because a batch was running; ``batch``: its requests. ``more``: messages
-    beyond ``MAX_FINDINGS``. ``unused``: options that the log contradicts.
+    beyond ``MAX_FINDINGS``. ``unused``: options that the log contradicts. ``size``: bytes.
     """
 
-    text: LogText
-    release: str | None
-    versions: dict[str, None] = field(default_factory=dict)
-    page_sizes: dict[int, None] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    unread: list[Finding] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    dumps: int = 0
-    batch: int | None = None
-    more: int = 0
-    # ``data`` is a window of the log that starts ``base`` bytes into it, read up to ``done``
-    data: bytes = b""
-    base: int = 0
-    done: int = 0
-    counted: int = 0  # bytes of the log that hold ``newlines``
-    newlines: int = 0
-    open_end: int = -1  # where in ``data`` the log ends, if within a line
-    flags: dict[str, bool] = field(default_factory=dict)
-    seen: dict[Finding, Finding] = field(default_factory=dict)
-    dump_at: int = -REACH_BYTES - 1  # where in the log a watchdog's dump was last seen
-    announced_at: int = -REACH_BYTES - 1
-    sum_end: int = -1  # where in the log the last line with a sum ended
-    # announcements of which no pool that is off was seen yet: place, source, finding
-    pending: list[tuple[int, bytes, Finding]] = field(default_factory=list)
-    # source of lines -> place, time and rank that were last found
-    prefixes: dict[bytes, tuple[int, str | None, str | None]] = field(default_factory=dict)
+    def __init__(self, release: str | None = None) -> None:
+        self.release, self.kinds, self.truncated = release, list[str](), False
+        self.versions, self.page_sizes = dict[str, None](), dict[int, None]()
+        self.findings, self.unread, self.unused = list[Finding](), list[Finding](), list[str]()
+        self.flags, self.extra_slots, self.batch = dict[str, bool](), 0, 0
+        # ``data`` is a window of the log that starts ``base`` bytes into it, read up to ``done``;
+        # there are ``newlines`` in the first ``counted`` bytes of the log
+        self.data = b""
+        self.base = self.done = self.counted = self.newlines = self.dumps = self.more = 0
+        # where in ``data`` the log ends, if within a line; where in the log a line with a sum ended
+        self.open_end = self.sum_end = -1
+        # where in the log a watchdog's dump and an announcement were last seen
+        self.dump_at = self.announced_at = -REACH_BYTES - 1
+        self.seen: dict[Finding, Finding] = {}
+        # announcements of which no pool that is off was seen yet: place, source, finding
+        self.pending: list[tuple[int, bytes, Finding]] = []
+        # source of lines -> place, time and rank that were last found
+        self.prefixes: dict[bytes, tuple[int, str | None, str | None]] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes of the log's text."""
+        return self.base + len(self.data)
 
     def feed(self, block: bytes) -> None:
         """Read up to the end of the last whole line."""
@@ -167,26 +153,29 @@ class Diagnosis:
 
     def finish(self, page_size: int | None) -> None:
         """Read the rest, and give every finding what the log says but once."""
-        if not self.data.endswith(b"\n"):
+        if self.data and not self.data.endswith(b"\n"):
             self.open_end = len(self.data)
             self.data += b"\n"
-        self.read_to(len(self.data), last=[self.open_end - 1] if self.open_end > 0 else [])
-        self.expire(self.base + len(self.data) + REACH_BYTES + 1)
+        self.read_to(len(self.data), [self.open_end - 1] if self.open_end > 0 else [])
+        self.expire(self.size + REACH_BYTES + 1)
         version = next(iter(self.versions)) if len(self.versions) == 1 else self.release
         size = next(iter(self.page_sizes)) if len(self.page_sizes) == 1 else page_size
         for f in self.seen.values():
             told = replace(f, version=f.version or version, page_size=f.page_size or size)
             (self.findings if f.meaning else self.unread).append(told)
         self.unread.sort(key=lambda f: f.lines)
-        given = (("--release", self.release, self.versions), ("--page-size", page_size, self.page_sizes))
-        for option, value, said in given:
-            if value and set(said) - {value}:  # type: ignore[arg-type]
+        options = {
+            "release": (self.release, self.versions),
+            "page-size": (page_size, self.page_sizes),
+        }
+        for option, (value, said) in options.items():
+            if value and set(map(str, said)) - {str(value)}:
                 names = ", ".join(map(str, said))
-                self.unused.append(f"{option} {value} is not used: the log names {names}.")
+                self.unused.append(f"--{option} {value} is not used: the log names {names}.")
 
-    def read_to(self, limit: int, last: list[int] | None = None) -> None:
+    def read_to(self, limit: int, more: list[int] | None = None) -> None:
         """Read ``data`` up to ``limit``, then forget all but what a time may be found in."""
-        for at in sorted([*self.places(limit), *(last or [])]):
+        for at in sorted([*self.places(limit), *(more or [])]):
             if at >= self.done:
                 self.line(at)
         self.done = max(self.done, limit)
@@ -266,9 +255,13 @@ class Diagnosis:
         for version in PATTERNS["version"].findall(text):
             self.versions.pop(version, None)
             self.versions[version] = None
-        for name, value in PATTERNS["setting"].findall(text) if "page" in text else ():
+        for name, value in (
+            PATTERNS["setting"].findall(text) if "page" in text or "--" in text else ()
+        ):
             name, on = name.replace("-", "_"), value.lower() not in ("none", "false", "null")
-            if name == "disaggregation_mode":
+            if name == "disaggregation_decode_extra_slots":
+                self.extra_slots = int(value) if value.isdigit() else 0
+            elif name == "disaggregation_mode":
                 self.flags |= {"decode": value == "decode", "disaggregation": on}
             elif name != "page_size":
                 self.flags["speculative" if name.startswith("spec") else name] = on
@@ -299,8 +292,10 @@ class Diagnosis:
         finding = replace(finding, accounted=sum(terms.values()), absent=absent)
         slots, version = finding.difference or 0, next(reversed(self.versions), self.release)
         if form.check_adds_pre_alloc and Version(version or "1") >= Version("0.4.8"):
-            if self.flags.get("decode", slots > 0):
+            if self.flags.get("decode", slots > 0) and not self.extra_slots:
                 return replace(finding, meaning="unknown", wanted="pre_alloc_size")
+            more = self.extra_slots if self.flags.get("decode") else 0
+            finding, slots = replace(finding, total=(total or 0) + more), slots - more
         if unaligned := PATTERNS["unaligned"].search(rest):
             finding = replace(finding, what=unaligned[1].replace("'", ""))
             return replace(finding, meaning="unaligned-count", page_size=int(unaligned[2]))
@@ -362,14 +357,16 @@ class Diagnosis:
         Each line may have a time of its own in front, of kubectl or journald: SGLang's prefix with
         the rank may still be many lines above.
         """
-        at, source, time, rank, found = begin, self.source(begin), None, None, None
+        at, time, rank, found = begin, None, None, None
+        source = self.prefix(begin)[1]
         known = self.prefixes.get(source, (-1, None, None))
         for _ in range(LINES_BACK):
-            if self.source(at) == source:
-                if found := LOGGER.search(self.head(at)):
+            head, whose = self.prefix(at)
+            if whose == source:
+                if found := LOGGER.search(head):
                     time, rank = found[1].decode().replace("T", " "), found[2].decode().strip()
                     break
-                own = TIME.search(self.head(at))
+                own = TIME.search(head)
                 time = time or (own[0].decode().replace("T", " ") if own else None)
             if at <= 0 or self.base + at <= known[0]:
                 time, rank = known[1] or time, known[2]
@@ -378,14 +375,11 @@ class Diagnosis:
         self.prefixes[source] = (self.base + begin, time, rank or None)
         return time, rank or None, source, found is not None and at == begin
 
-    def head(self, begin: int) -> bytes:
-        """Return where the prefix of a line is."""
-        return self.data[begin : begin + PREFIX_BYTES].partition(b"\n")[0]
-
-    def source(self, begin: int) -> bytes:
-        """Return whose line it is, where a prefix says so."""
-        found = SOURCE.search(self.head(begin))
-        return found[0] if found else b""
+    def prefix(self, begin: int) -> tuple[bytes, bytes]:
+        """Return where the prefix of a line is, and whose line it is, where that says so."""
+        head = self.data[begin : begin + PREFIX_BYTES].partition(b"\n")[0]
+        found = SOURCE.search(head)
+        return head, found[0] if found else b""
 
     def line_number(self, at: int) -> int:
         """Return the number of the line that begins here, from 1; never before the last one."""
@@ -405,3 +399,16 @@ def _unread(text: str, number: str = "", balanced: bool = False) -> Finding:
         why = f"the log ends in {number} without a newline, so that it may be cut off; if that is "
         why += "the whole message, end it with a newline"
     return Finding(Format(), what=why)
+
+
+def diagnose(log: BinaryIO, page_size: int | None = None, release: str | None = None) -> Diagnosis:
+    """Read a log to its end; the options stand in for what the log does not say.
+
+    Raises ``OSError`` if it cannot be read, or is packed with anything but gzip.
+    """
+    text, diagnosis = LogText(log), Diagnosis(release)
+    for block in text:
+        diagnosis.feed(block)
+    diagnosis.finish(page_size)
+    diagnosis.kinds, diagnosis.truncated = text.kinds, text.truncated
+    return diagnosis

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from swaleak import __version__
 from swaleak.log_diagnosis.match import TABLE, Fault, advice, known_faults
-from swaleak.log_diagnosis.parser import MISSING, Diagnosis, Finding
+from swaleak.log_diagnosis.parser import Diagnosis, Finding
 from swaleak.report.report import Cell, Grid, Report, Section, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-MAX_ROWS, MAX_GROUPS, MAX_RANKS, MAX_UNREAD, MAX_FAULTS = 12, 20, 6, 5, 3
+MAX_ROWS, MAX_GROUPS, MAX_RANKS, MAX_UNREAD = 12, 20, 6, 5
+PAGE_SIZES = (256, 128, 64, 32, 16)  # the usual ones
 POOLS = {None: "a pool", "req_to_token": "the request pool"}
 
 
@@ -35,16 +36,12 @@ class _OneLine(Report):
 def diagnose_report(name: str, diagnosis: Diagnosis) -> Report:
     """Return what a log says; ``ok`` is False if no leak is in it. ``name``: of the log."""
     findings, unread = diagnosis.findings, diagnosis.unread
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    texts = [_explanation(finding, known_faults(finding, findings)) for finding in findings]
-    for i, text in enumerate(texts):
-        groups[(findings[i].form.kind, str(findings[i].pool), *text)].append(i)
+    faults = [known_faults(finding, findings) for finding in findings]
+    texts = [_explanation(*pair) for pair in zip(findings, faults, strict=True)]
+    rows = zip(findings, faults, texts, strict=True)
     body = {
-        "bytes": diagnosis.text.raw.size,
-        "findings": [
-            _finding_json(finding, known_faults(finding, findings), text[-1])
-            for finding, text in zip(findings, texts, strict=True)
-        ],
+        "bytes": diagnosis.size,
+        "findings": [_finding_json(finding, fitting, text[-1]) for finding, fitting, text in rows],
         "unread": [
             {"line": f.lines[0], "why": f.what, "rank": f.ranks[0][0], "time": f.first}
             for f in unread
@@ -54,79 +51,92 @@ def diagnose_report(name: str, diagnosis: Diagnosis) -> Report:
         "page_sizes": list(diagnosis.page_sizes),
         "dumps": diagnosis.dumps,
     }
-    said = ", ".join((name, _size(diagnosis.text.raw.size), *diagnosis.text.kinds))
-    notes = _notes(diagnosis)
+    said, notes = ", ".join((name, f"{diagnosis.size} bytes", *diagnosis.kinds)), _notes(diagnosis)
     if not findings and not unread:
         return _OneLine("diagnose", False, " ".join((f"No leak in {said}.", *notes)), (), body)
     names = [*map("SGLang {}".format, diagnosis.versions)]
     names += map("page size {}".format, diagnosis.page_sizes)
-    said += "; it names " + (", ".join(names) or "no version, no page size")
-    largest = [max(g, key=lambda i: abs(findings[i].difference or 0)) for g in groups.values()]
-    shown = {i for g, top in zip(groups.values(), largest, strict=True) for i in (g[0], top, g[-1])}
-    shown = shown if len(findings) > MAX_ROWS else set(range(len(findings)))
-    if hidden := len(findings) - len(shown):
-        notes.insert(0, f"Of each kind the first, the largest and the last: {hidden} more are in the JSON.")
+    header = f"swaleak {__version__}: {said}; it names " + (
+        ", ".join(names) or "no version, no page size"
+    )
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, (finding, text) in enumerate(zip(findings, texts, strict=True)):
+        groups[(finding.form.kind, str(finding.pool), *text)].append(i)
+    shown = set(range(len(findings)))
+    if len(findings) > MAX_ROWS:  # of each kind the first, the largest and the last
+        largest = (max(g, key=lambda i: abs(findings[i].difference or 0)) for g in groups.values())
+        shown = {
+            i for g, top in zip(groups.values(), largest, strict=True) for i in (g[0], top, g[-1])
+        }
+        notes.insert(0, f"{len(findings) - len(shown)} more are in the JSON.")
     sections = [Section("", _table(sorted(shown), findings), tuple(notes))] if findings else []
     for (_, _, *lines), numbers in list(groups.items())[:MAX_GROUPS]:
-        title = f"{', '.join(str(i + 1) for i in numbers if i in shown)}: "
-        title += _title([findings[i] for i in numbers])
-        sections.append(Section(title, None, tuple(lines)))
+        title = ", ".join(str(i + 1) for i in numbers if i in shown)
+        title += f": {_title([findings[i] for i in numbers])}"
+        pages = _pages([findings[i] for i in numbers])
+        sections.append(Section(title, None, tuple(filter(None, (pages, *lines)))))
     if unread:
         sections.append(_unread(unread, () if findings else tuple(notes)))
-    return Report("diagnose", True, f"swaleak {__version__}: {said}", tuple(sections), body)
+    return Report("diagnose", True, header, tuple(sections), body)
 
 
-def _explanation(finding: Finding, faults: tuple[Fault, ...]) -> list[str]:
+def _explanation(finding: Finding, faults: Sequence[Fault]) -> list[str]:
     """Return what a finding means, the faults that fit, and what to do."""
     entry, terms = TABLE["findings"][finding.meaning], dict(finding.terms)
+    overlap = terms.get("high", 0) - terms.get("low", 0)
     values = asdict(finding) | terms
-    values["beyond"] = (finding.accounted or 0) - (finding.total or 0)
     values["bytes"] = finding.what or (
-        f"the {finding.pool} frontier overlaps the pool before it by "
-        f"{terms.get('high', 0) - terms.get('low', 0)} bytes"
+        f"the {finding.pool} frontier overlaps the pool before it by {overlap} bytes"
     )
-    lines = [_pages(finding), entry["says"].format(**values)]
+    lines = [entry["says"].format(**values)]
     if finding.absent:
         names = ", ".join(f"{name}=" for name in finding.absent)
         lines.append(f"The message has no {names}: if it was cut off, the difference is wrong.")
     if not finding.version:
         lines.append(f"This wording is of SGLang {finding.form.releases}.")
-    for fault in faults[:MAX_FAULTS]:
-        lines.append(f"Fits ({fault.where}): {fault.title} ({', '.join(fault.refs)}).")
-        lines += [f"Reproduce it: {fault.command}"] if fault.command else []
-    if faults[MAX_FAULTS:]:
-        lines.append("May fit: " + ", ".join(f.refs[0] for f in faults[MAX_FAULTS:]) + ".")
     if not faults:
         lines.append("No known fault of these releases fits.")
-    todo = advice(finding, faults, entry["do"].format(**values))
-    return [*filter(None, lines), f"What to do: {todo}"]
+    for fault in faults[:1]:
+        needs = " and ".join(fault.unconfirmed(finding)).replace("_", " ")
+        fits = f"Fits if the server has {needs}" if needs else "Fits"
+        lines.append(f"{fits} ({fault.where}): {fault.title} ({', '.join(fault.refs)}).")
+        lines.append(f"Reproduce it: {fault.reproduce}" if fault.reproduce else "")
+    if faults[1:] and faults[0].unconfirmed(finding):
+        lines.append(f"Less likely: {', '.join(fault.refs[0] for fault in faults[1:])}.")
+    return [*filter(None, lines), advice(finding, faults, entry["do"].format(**values))]
 
 
-def _pages(finding: Finding) -> str:
-    size, pages = finding.page_size, {n: abs(m) for n, m in finding.pages.items()}
-    if not pages:
-        return ""
-    if size and size not in pages:
+def _pages(group: Sequence[Finding]) -> str:
+    size, pages = group[0].page_size, [{n: abs(m) for n, m in f.pages.items()} for f in group]
+    common = [n for n in pages[0] if all(n in each for each in pages)]
+    if size and pages[0] and size not in common:
         return f"That is no whole number of pages of {size} slots."
-    sizes = [size] if size else [n for n in pages if n > 1][:3]
-    told = [f"{pages[n]} page{'s' * (pages[n] != 1)} of {n} slots" for n in sizes]
-    return f"That is {' or '.join(told) or 'no whole number of pages, unless their size is 1'}."
+    usual = [n for n in common if n in PAGE_SIZES] or [n for n in common if n > 1][:3]
+    told = []
+    for n in [size] if size in common else usual:
+        counts = sorted({each[n] for each in pages})
+        number = f"{counts[0]} to {counts[-1]}" if counts[1:] else str(counts[0])
+        told.append(f"{number} page{'s' * (number != '1')} of {n} slots")
+    said = " or ".join(told) or "no whole number of pages, unless their size is 1"
+    return f"That is {said}." if pages[0] else ""
 
 
 def _table(shown: Sequence[int], findings: Sequence[Finding]) -> Grid:
-    columns = ("#", "pool", "total", "accounted", "difference", "meaning", "seen", "ranks")
+    columns = ("#", "pool", "total", "accounted", "difference", "meaning", "seen")
     rows = []
-    for i in shown:
-        f = findings[i]
-        slots = ["-" if n is None else str(n) for n in (f.total, f.accounted)]
-        slots.append("-" if f.difference is None else f"{f.difference:+d}")
-        texts = (str(i + 1), f.pool or "-", *slots, f.meaning, str(f.count), _ranks(f.ranks))
-        styles = ("", "", "", "", "", "bold red" if f.meaning == MISSING else "bold magenta", "", "")
-        rows.append(tuple(map(Cell, texts, styles)))
-    columns, rows = (columns, rows) if any(f.ranks[0][0] or f.ranks[1:] for f in findings) else (
-        columns[:-1], [row[:-1] for row in rows]
-    )
-    return _Table(columns, tuple(rows), frozenset({"#", "total", "accounted", "difference", "seen"}))
+    for f, i in ((findings[i], i) for i in shown):
+        difference = f"{f.difference:+d}" if f.difference else f.difference
+        numbers = (f.total, f.accounted, difference)
+        texts = (
+            i + 1,
+            f.pool or "-",
+            *("-" if n is None else n for n in numbers),
+            f.meaning,
+            f.count,
+        )
+        style = "bold red" if f.meaning == "missing" else "bold magenta"
+        rows.append(tuple(Cell(str(t), style if t == f.meaning else "") for t in texts))
+    return _Table(columns, tuple(rows), frozenset({*columns} - {"pool", "meaning"}))
 
 
 def _title(group: Sequence[Finding]) -> str:
@@ -135,61 +145,51 @@ def _title(group: Sequence[Finding]) -> str:
     entry = TABLE["findings"].get(first.form.kind) or TABLE["findings"][first.meaning]
     sizes = sorted({abs(f.difference or 0) for f in group})
     slots = f"{sizes[0]} to {sizes[-1]}" if sizes[1:] else str(sizes[0])
-    number = next(iter(terms.values()), 0)
     title = entry["title"].format(
         **terms,
         slots=f"{slots} slot{'s' * (slots != '1')}",
         pool=POOLS.get(first.pool, f"the {first.pool} pool"),
         negative=" and ".join(f"{name}={n}" for name, n in terms.items() if n < 0),
-        s="s" * (number != 1),
+        s="s" * (next(iter(terms.values()), 0) != 1),
     )
     times = sorted(time for f in group for time in (f.first, f.last) if time)
-    count, ranks = sum(f.count for f in group), {rank for f in group for rank in f.ranks}
-    where = f" on {_ranks(sorted(ranks, key=str))}" if any(rank for rank, _ in ranks) else ""
+    ranks = sorted({rank for f in group for rank, _ in f.ranks if rank})
+    where = f" on {', '.join(ranks[:MAX_RANKS])}{', …' * (len(ranks) > MAX_RANKS)}" * bool(ranks)
     when = f", {' to '.join(dict.fromkeys((times[0], times[-1])))}" if times else ""
+    count = sum(f.count for f in group)
     return f"{title}, seen {count} time{'s' * (count != 1)}{where}{when}"
-
-
-def _ranks(ranks: Iterable[tuple[str | None, int]]) -> str:
-    names = list(dict.fromkeys(rank for rank, _ in ranks if rank))
-    return ", ".join(names[:MAX_RANKS]) + (", …" if names[MAX_RANKS:] else "")
 
 
 def _notes(diagnosis: Diagnosis) -> list[str]:
     notes = [*diagnosis.unused]
-    if diagnosis.text.truncated:
+    if diagnosis.truncated:
         notes.append("The log is packed, and the file ends too early: the rest is not read.")
     if diagnosis.more:
         notes.append(f"{diagnosis.more} more messages with other numbers are not told apart.")
     if diagnosis.dumps:
-        batch = f" of {diagnosis.batch} request{'s' * (diagnosis.batch != 1)}" if diagnosis.batch else ""
+        batch = f" of {diagnosis.batch} request{'s' * (diagnosis.batch != 1)}" * bool(
+            diagnosis.batch
+        )
         notes.append(
-            f"A watchdog's dump was taken while a batch{batch} was running; what the batch holds is "
-            f"not in its sums ({diagnosis.dumps})."
+            f"A watchdog's dump was taken while a batch{batch} was running; what the batch holds "
+            "is not in its sums."
         )
     return notes
 
 
 def _unread(unread: Sequence[Finding], notes: tuple[str, ...]) -> Section:
     shown = [*unread[:MAX_UNREAD], *unread[MAX_UNREAD:][-1:]]
-    lines = [
-        ", ".join(filter(None, (f"Line {f.lines[0]}", f.ranks[0][0], f.first))) + f": {f.what}."
-        for f in shown
-    ]
-    lines += [f"{len(unread) - len(shown)} more."] if len(unread) > len(shown) else []
-    title = "A leak message is there" if len(unread) == 1 else f"{len(unread)} leak messages are there"
-    return Section(f"{title}, but cannot be read", None, (*lines, *notes))
+    heads = [", ".join(filter(None, (f"Line {f.lines[0]}", f.ranks[0][0], f.first))) for f in shown]
+    lines = [f"{head}: {f.what}." for head, f in zip(heads, shown, strict=True)]
+    lines += [f"{len(unread) - len(shown)} more."] * (len(unread) > len(shown))
+    told = (
+        "A leak message is there" if len(unread) == 1 else f"{len(unread)} leak messages are there"
+    )
+    return Section(f"{told}, but cannot be read", None, (*lines, *notes))
 
 
-def _size(number: int) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if number < 10_000:
-            return f"{number} {unit}"
-        number //= 1024
-    return f"{number} GiB"
-
-
-def _finding_json(finding: Finding, faults: tuple[Fault, ...], todo: str) -> dict[str, Any]:
+def _finding_json(finding: Finding, faults: Sequence[Fault], todo: str) -> dict[str, Any]:
+    sure = [fault for fault in faults if not fault.unconfirmed(finding)]
     return asdict(finding) | {
         "kind": finding.form.kind,
         "form": finding.form.name,
@@ -198,10 +198,9 @@ def _finding_json(finding: Finding, faults: tuple[Fault, ...], todo: str) -> dic
         "pages": {str(size): number for size, number in finding.pages.items()},
         "terms": dict(finding.terms),
         "flags": dict(finding.flags),
-        "lines": list(finding.lines),
         "ranks": {rank or "": count for rank, count in finding.ranks},
-        "absent": list(finding.absent),
-        "known": [ref for fault in faults for ref in fault.refs],
-        "reproduce": [fault.command for fault in faults if fault.command],
+        "known": list(dict.fromkeys(ref for fault in sure for ref in fault.refs)),
+        "may_fit": [fault.refs[0] for fault in faults if fault not in sure],
+        "reproduce": [fault.reproduce for fault in sure if fault.reproduce],
         "advice": todo,
     }
