@@ -286,7 +286,7 @@ def test_the_published_leak_is_explained():
 
 EAGLE = f"{HEALTHY.replace('available=768', 'available=832')}\n[swa] {TWICE}"
 RECOVERY = {"#36081", "#36135", "#36381"}
-# what the log says -> the faults that fit without further conditions, and the first one that is named
+# what the log says -> the faults that fit without further conditions, and the first that is named
 KNOWN = {
     "nothing besides": (LEAK, RECOVERY, "#36081"),
     "the release": (f"SGLang v0.5.18\n{LEAK}", RECOVERY, "#36081"),
@@ -766,6 +766,7 @@ SHAPES = [
     ),
     ("evictable={} != recomputed=", {"ct": "swa"}, [("swa", "tree", None)]),
     ("protected={} != recomputed=", {"ct": "swa"}, [("swa", "tree", None)]),
+    ("_size_={} != recomputed=", {"ct": "swa"}, [("swa", "tree", None)]),
     ("!= lru list evictable size:", {}, [(None, "tree", None)]),
 ]
 # f-strings that tell of the pools too, and say nothing of a leak
@@ -788,8 +789,9 @@ OTHERS = [
     "No space left",
 ]
 ABOUT_POOLS = re.compile(
-    r"leak detected|Leak Detected|tokens_per_layer=|mamba_evictable_size=|total=\{\}, available|KV double"
-    r"|use-after-free|in class|into class|shares a page|previous pool|recomputed=|lru list evictable"
+    r"leak detected|Leak Detected|tokens_per_layer=|mamba_evictable_size=|total=\{\}, available"
+    r"|KV double|use-after-free|in class|into class|shares a page|previous pool|recomputed="
+    r"|lru list evictable"
 )
 OLD = ("0.3.6", "0.4.3", "0.4.4", "0.4.6", "0.4.9", "0.4.10", "0.5.4", "0.5.7", "0.5.10", "0.5.11")
 NEW = ("0.5.13.post1", "0.5.15.post1", "0.5.18", "0.5.20", "0.5.23")
@@ -825,10 +827,9 @@ def figure(name, known):
     term = re.sub(r"^(?:full|swa|mamba)_|_size$|_token$", "", last)
     if "req_to_token_pool" in name and last == "req_to_token_pool":
         term = "available"
-    for key in (term, last, name.split(".")[0], *re.findall(r"[a-z_]+", name)):
-        if key in known:
-            return known[key]
-    return 0
+    parts = re.findall(r"[a-z_]+", name)
+    numbers = (key for key in (term, *parts) if isinstance(known.get(key), int))
+    return known.get(last) or next((known[key] for key in numbers), 0)
 
 
 @pytest.mark.wheels

@@ -28,7 +28,7 @@ class LogText:
     """
 
     def __init__(self, log: BinaryIO) -> None:
-        self.stream: Any = io.BufferedReader(log, BLOCK_BYTES)  # type: ignore[type-var]
+        self.stream: Any = io.BufferedReader(log, BLOCK_BYTES)
         self.kinds: list[str] = []
         self.truncated = False
 

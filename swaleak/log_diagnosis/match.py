@@ -59,10 +59,12 @@ class Fault:
         return (*(need for need in needs if (need, True) not in finding.flags), *page)
 
 
-FAULTS = tuple(
-    Fault(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()})
-    for row in TABLE["fault"]
-)
+def _fault(row: dict[str, Any]) -> Fault:
+    fields: Any = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}
+    return Fault(**fields)
+
+
+FAULTS = tuple(map(_fault, TABLE["fault"]))
 
 
 def possible_releases(finding: Finding) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -26,7 +26,10 @@ LINES_BACK = 300
 MAX_FINDINGS = 4_000
 
 # word -> a byte without which a block cannot hold it: one byte is found ten times as fast
-WORDS = {b"etected!": b"!", b"able": b"=", b"cur_batch": b"=", b"page": b"", b"lang": b""}
+WORDS = {
+    **dict.fromkeys((b"able", b"cur_batch", b"recomputed"), b"="),
+    **{b"etected!": b"!", b"page": b"", b"lang": b""},
+}
 TABLE: dict[str, Any] = tomllib.loads((files(__package__) / "formats.toml").read_text("utf-8"))
 PATTERNS = {name: re.compile(regex) for name, regex in TABLE["patterns"].items()}
 TIME, LOGGER, SOURCE = (re.compile(regex.encode()) for regex in TABLE["line_patterns"].values())
@@ -164,14 +167,14 @@ class Diagnosis:
             told = replace(f, version=f.version or version, page_size=f.page_size or size)
             (self.findings if f.meaning else self.unread).append(told)
         self.unread.sort(key=lambda f: f.lines)
-        options = {
-            "release": (self.release, self.versions),
-            "page-size": (page_size, self.page_sizes),
-        }
-        for option, (value, said) in options.items():
-            if value and set(map(str, said)) - {str(value)}:
-                names = ", ".join(map(str, said))
-                self.unused.append(f"--{option} {value} is not used: the log names {names}.")
+        self.unused_option("--release", self.release, [*self.versions])
+        self.unused_option("--page-size", page_size, [*self.page_sizes])
+
+    def unused_option(self, option: str, value: object, said: Sequence[object]) -> None:
+        """Note an option that the log contradicts."""
+        if value and {*said} - {value}:
+            names = ", ".join(map(str, said))
+            self.unused.append(f"{option} {value} is not used: the log names {names}.")
 
     def read_to(self, limit: int, more: list[int] | None = None) -> None:
         """Read ``data`` up to ``limit``, then forget all but what a time may be found in."""
