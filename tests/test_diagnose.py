@@ -187,6 +187,11 @@ MESSAGES = {
         "pool-bytes memory leak detected! [full] frontier out of bounds: low=1, high=9, total=8",
         [("full", None, "bytes", 1)],
     ),
+    "two lines of bytes": (
+        "pool-bytes memory leak detected! [full] frontier out of bounds: low=1, high=9, total=8\n"
+        "[chain] swa low frontier 10 overlaps the previous pool's high frontier 14",
+        [("full", None, "bytes", 1), ("swa", None, "bytes", 1)],
+    ),
     "counts of a sharded pool that are no whole pages": (
         "pool memory leak detected! [full] total=1024, available=600, evictable=424, protected=0"
         f"{TAIL}, class_free_pages=[4, 4], unaligned_sharded_counts={{'available': 600, "
@@ -845,7 +850,8 @@ def test_every_f_string_of_a_release_is_read(release):
             continue
         marker, figures, expected = kind
         text = shape.format(*(figure(name, {**FIGURES, **figures}) for name in names))
-        found = read(f"ValueError: {text}\n")
+        frame = "pool-bytes memory leak detected! " if "frontier" in marker else "ValueError: "
+        found = read(f"{frame}{text}\n")
         assert [(f.pool, f.meaning, f.difference) for f in found.findings] == expected, text
         assert found.unread == [], text
         for finding in found.findings:

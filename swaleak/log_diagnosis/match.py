@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -49,7 +50,7 @@ class Fault:
             and all(flags.get(need, True) for need in self.needs)
             and not (self.paged and size == 1)
             and not (size and finding.pool in ("full", "swa") and slots % size)
-            and any(one in SpecifierSet(self.releases, True) for one in possible_releases(finding))
+            and _any_in(self.releases, possible_releases(finding))
         )
 
     def unconfirmed(self, finding: Finding) -> tuple[str, ...]:
@@ -67,11 +68,19 @@ def _fault(row: dict[str, Any]) -> Fault:
 FAULTS = tuple(map(_fault, TABLE["fault"]))
 
 
+@cache
+def _any_in(releases: str, candidates: tuple[str, ...]) -> bool:
+    return any(one in SpecifierSet(releases, True) for one in candidates)
+
+
+@cache
+def _printed_by(releases: str) -> tuple[str, ...]:
+    return tuple(release for release in FORMATS["releases"] if _any_in(releases, (release,)))
+
+
 def possible_releases(finding: Finding) -> tuple[str, ...]:
     """Return the releases a finding may be of: the log's, or those that print its wording."""
-    printed = SpecifierSet(finding.form.releases, True)
-    every = (release for release in FORMATS["releases"] if release in printed)
-    return (finding.version,) if finding.version else tuple(every)
+    return (finding.version,) if finding.version else _printed_by(finding.form.releases)
 
 
 def known_faults(finding: Finding, findings: Sequence[Finding]) -> list[Fault]:

@@ -210,6 +210,8 @@ class Diagnosis:
         for part in parts:
             self.part(part, begin, end, True)
         self.part(rest, begin, end, last == end != self.open_end)
+        if PATTERNS["continued"].search(text) and self.done < len(self.data):
+            self.line(self.done)
 
     def part(self, text: str, begin: int, end: int, ended: bool) -> None:
         """Read one line of a message; ``begin`` and ``end`` are those of its line in ``data``."""
