@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -37,16 +37,15 @@ class Fault:
     paged: bool = False
     reproduce: str | None = None
 
-    def fits(self, finding: Finding, findings: Sequence[Finding]) -> bool:
+    def fits(self, finding: Finding, off: Set[tuple[str, str | None]]) -> bool:
         """Whether it may explain a finding, as far as the log tells; never outside its releases."""
         flags, size, slots = dict(finding.flags), finding.page_size, finding.difference or 0
-        off = {f.pool for f in findings if f.meaning == finding.meaning}
         return (
             finding.form.kind in self.kinds
             and finding.meaning in self.meanings
             and (not self.pools or finding.pool in (None, *self.pools))
             and (not self.formats or finding.form.name in self.formats)
-            and off.issuperset(self.together)
+            and all((finding.meaning, pool) in off for pool in self.together)
             and all(flags.get(need, True) for need in self.needs)
             and not (self.paged and size == 1)
             and not (size and finding.pool in ("full", "swa") and slots % size)
@@ -83,9 +82,12 @@ def possible_releases(finding: Finding) -> tuple[str, ...]:
     return (finding.version,) if finding.version else _printed_by(finding.form.releases)
 
 
-def known_faults(finding: Finding, findings: Sequence[Finding]) -> list[Fault]:
-    """Return the faults that may fit, first those with nothing unconfirmed."""
-    fitting = [fault for fault in FAULTS if fault.fits(finding, findings)]
+def known_faults(finding: Finding, off: Set[tuple[str, str | None]]) -> list[Fault]:
+    """Return the faults that may fit, first those with nothing unconfirmed.
+
+    ``off``: meaning and pool of all findings of the log.
+    """
+    fitting = [fault for fault in FAULTS if fault.fits(finding, off)]
     return sorted(fitting, key=lambda fault: bool(fault.unconfirmed(finding)))
 
 

@@ -36,7 +36,8 @@ class _OneLine(Report):
 def diagnose_report(name: str, diagnosis: Diagnosis) -> Report:
     """Return what a log says; ``ok`` is False if no leak is in it. ``name``: of the log."""
     findings, unread = diagnosis.findings, diagnosis.unread
-    faults = [known_faults(finding, findings) for finding in findings]
+    off = {(finding.meaning, finding.pool) for finding in findings}
+    faults = [known_faults(finding, off) for finding in findings]
     texts = [_explanation(*pair) for pair in zip(findings, faults, strict=True)]
     rows = zip(findings, faults, texts, strict=True)
     body = {
