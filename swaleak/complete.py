@@ -28,6 +28,11 @@ def targets(incomplete: str) -> list[str]:
     return _names(TARGETS, incomplete) + _paths(incomplete, ".whl")
 
 
+def releases(incomplete: str) -> list[str]:
+    """Releases of SGLang."""
+    return _names(RELEASES, incomplete)
+
+
 def _names(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 

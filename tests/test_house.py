@@ -29,7 +29,7 @@ ROOMS = (
     "check",
     "search",
     "bench",
-    "diagnose",
+    "log_diagnosis",
     "report",
     "complete",
     "commands",
