@@ -226,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", default="swa", choices=("swa", "unified"))
     parser.add_argument("--page-size", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     engine = Engine(asked.cache, asked.page_size, asked.seed)

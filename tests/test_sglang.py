@@ -187,7 +187,8 @@ SETTINGS = [
     "audit",
     "record:{}",
     "audit,record:{}",
-    *(f"{fix}{more}" for fix in ("fix:barrier", "fix:enqueue") for more in ("", ",audit")),
+    "fix:barrier",
+    "fix:enqueue",
     "audit,record:{},fix:barrier",
     "audit,record:{},fix:enqueue",
 ]
