@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -225,7 +225,7 @@ class PreparedGroup:
     def __init__(self, contestant: Contestant, case: Case, settings: Settings) -> None:
         self.driver = contestant.target.make(contestant.strategy, case.sizes)
         slots = [self.driver.alloc(case.pages) for _ in range(case.calls + 1)]
-        source, *self.freed = (one for one in slots if one is not None)
+        source, *self.freed = cast(list[Tensor], slots)  # None fails in the first run
         self.source = source if case.recovery else None
         # a method of the allocator where there is one: the driver's own frame would be timed too
         self.free_swa: Callable[[Tensor], None] = (
