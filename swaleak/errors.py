@@ -42,7 +42,7 @@ class Interrupted(SwaleakError):
 RAISED = (Exception, SystemExit)
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return what was raised as one line, ``ValueError: why``."""
     try:
         text = " ".join(str(error).split())

@@ -13,7 +13,7 @@ import linecache
 from types import CodeType, ModuleType
 from typing import Any
 
-from swaleak.errors import TargetError, told
+from swaleak.errors import TargetError, format_error as told
 from swaleak.sglang import shims
 from swaleak.sglang.source import ALLOCATOR, KERNELS, SourceTree
 

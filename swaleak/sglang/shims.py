@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from swaleak.allocator.pool import extend_slots, new_pages
+from swaleak.allocator.page_pool import extend_slots, new_pages
 
 Names = dict[str, Any]
 T = TypeVar("T")

@@ -1,0 +1,275 @@
+"""What is legal: the one place that says which step or call may come now, and what it needs.
+
+A step is *possible* if it makes sense at all: ``refusal`` gives the reason why not. Of the
+possible ones, ``production`` allows what SGLang's caches and scheduler do; ``latent`` adds what
+only the allocator's signature allows. The rules look at the shadow alone, never at an allocator,
+so that every target is asked the same questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from swaleak.errors import ScriptError
+from swaleak.scenario import steps
+from swaleak.scenario.calls import Call
+from swaleak.scenario.steps import FreeStep, Step
+
+if TYPE_CHECKING:
+    from swaleak.checker.shadow import Node, Shadow
+
+PRODUCTION, LATENT = "production", "latent"
+CONTRACTS = (PRODUCTION, LATENT)
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+def refusal(step: Step, shadow: Shadow) -> str | None:
+    """Return why a step makes no sense now, None if it does."""
+    nodes, freed = shadow.nodes, shadow.freed
+    absent = "{}: there is no node {!r} at this point".format
+    match step:
+        case steps.Alloc(node) | steps.AllocTail(node):
+            if isinstance(step, steps.AllocTail) and shadow.page_size == 1:
+                return "alloc_tail needs a page size above 1"
+            if node in nodes or node in shadow.orphans():
+                return f"node {node!r} is allocated already"
+            return _orphaned(shadow)
+        case steps.Extend(node) if node not in nodes:
+            return refusal(steps.Alloc(node), shadow)
+        case steps.Extend(node) | steps.Decode(node):
+            if node not in nodes:
+                return absent(step.key, node)
+            there = nodes[node]
+            if there.slots % shadow.page_size and not shadow.peers(there)[-1]:
+                return f"{step.key} {node}: its last page has no SWA peer to go on in"
+            return _orphaned(shadow)
+        case FreeStep(node):
+            orphan = not step.call.full_side and node in freed and any(shadow.peers(freed[node]))
+            if node not in nodes and not orphan:
+                return absent(step.key, node)
+            peers = _peers(step, shadow)
+            if not peers:
+                return f"{step.key} {node}: {step.part} refers to no slot"
+            if isinstance(step, steps.FreeFull) and any(peers):
+                return f"free_full {node}: it still has SWA pages"
+        case steps.Recover(node, source) | steps.Adopt(node, source):
+            tombstone = nodes.get(node)
+            if tombstone is None and isinstance(step, steps.Adopt):
+                tombstone = freed.get(node)
+            if tombstone is None:
+                return absent(step.key, node)
+            if any(shadow.peers(tombstone)):
+                return (
+                    f"{step.key} {node}: it is no tombstone, free_swa it first"
+                    if node in nodes
+                    else absent(step.key, node)
+                )
+            if source not in nodes:
+                return absent(step.key, source)
+            giver = nodes[source]
+            if not all(shadow.peers(giver)):
+                return f"{step.key}: {source!r} has no SWA pages to give"
+            if tombstone.slots != giver.slots:
+                counts = f"{tombstone.slots} and {giver.slots} slots"
+                return f"{step.key}: lengths differ, {counts}"
+        case steps.Replace(node, source):
+            missing = next((name for name in (node, source) if name not in nodes), None)
+            if missing is not None:
+                return absent(step.key, missing)
+        case steps.LoadBack(node):
+            if node not in nodes:
+                return absent(step.key, node)
+            if any(shadow.peers(nodes[node])):
+                return f"{step.key} {node}: it is no tombstone, free_swa it first"
+        case steps.Overwrite(_, source):
+            if source not in nodes:
+                return absent(step.key, source)
+    return None
+
+
+def in_production(step: Step, shadow: Shadow) -> bool:
+    """Whether a step that makes sense is one that SGLang's caches and scheduler make."""
+    match step:
+        case steps.Group(edge):
+            return shadow.in_group == (edge == "end")
+        case steps.LoadBack():
+            return not shadow.in_group
+        case steps.Replace(name, source):
+            node, giver = shadow.nodes[name], shadow.nodes[source]
+            return not any(shadow.peers(node)) and all(shadow.peers(giver)) and _fit(node, giver)
+        case steps.Adopt() | steps.Overwrite():
+            return False
+        case steps.FreeFull():
+            return True
+        case FreeStep():  # the caches know a tombstone, and call free_full for it
+            return all(_peers(step, shadow))
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A contract and the bounds of a search.
+
+    ``nodes``: how many exist at once. ``pages``: the largest allocation. ``segments``: the target
+    has calls of its own for the slots of one request. ``growth``: nodes may be allocated and
+    grown token by token, and with SWA peers for their tail only.
+    """
+
+    contract: str = PRODUCTION
+    nodes: int = 3
+    pages: int = 2
+    segments: bool = False
+    growth: bool = False
+
+    @property
+    def latent(self) -> bool:
+        """Whether what only the allocator's signature allows is legal too."""
+        return self.contract == LATENT
+
+
+def legal(shadow: Shadow, rules: Rules, kept: Mapping[str, int] = _NOTHING) -> Iterator[Step]:
+    """Yield every legal step, in an order that depends on nothing but the arguments.
+
+    ``kept``: nodes whose index buffer the allocator still holds, so that overwriting it may
+    matter, and the buffer's length in slots. Whether the pools have room is for the caller to
+    find out.
+    """
+    for step in _candidates(shadow, rules, kept):
+        if refusal(step, shadow) is None and (rules.latent or in_production(step, shadow)):
+            yield step
+
+
+def pages_needed(step: Step, shadow: Shadow) -> tuple[int, int]:
+    """Return how many pages the full and the SWA pool have to hand out for a step."""
+    full = swa = 0
+    if not isinstance(step, ALLOCATES):
+        return 0, 0
+    for call in step.lower(shadow):
+        more_full, more_swa = call.pages_needed(shadow.page_size)
+        full, swa = full + more_full, swa + more_swa
+    return full, swa
+
+
+def check_room(step: Step, shadow: Shadow) -> None:
+    """Raise ``ScriptError`` if an allocator without groups had too few free pages for a step."""
+    needed = pages_needed(step, shadow)
+    if not any(needed):
+        return
+    sizes, in_use = (shadow.full_pages, shadow.swa_pages), shadow.pages_in_use()
+    for pool, has, used, asked in zip(("full", "SWA"), sizes, in_use, needed, strict=True):
+        if used + asked > has:
+            raise ScriptError(
+                f"{step}: the {pool} pool is too small, "
+                f"{asked} pages asked for, {has - used} of {has} free"
+            )
+
+
+def check_size(call: Call, shadow: Shadow) -> bool:
+    """Whether a call asks for no more pages than the pools have in all."""
+    full, swa = call.pages_needed(shadow.page_size)
+    return full <= shadow.full_pages + 1 and swa <= shadow.swa_pages + 1
+
+
+ALLOCATES = (steps.Alloc, steps.AllocTail, steps.Extend, steps.Decode, steps.LoadBack)
+
+
+def _candidates(shadow: Shadow, rules: Rules, kept: Mapping[str, int]) -> Iterator[Step]:
+    """Yield every step that may be legal within the bounds."""
+    nodes = shadow.nodes
+    yield from _allocations(shadow, rules)
+    for name, node in nodes.items():
+        for part in _parts(len(node.pages)):
+            for free in (steps.FreeFull, steps.Free, steps.FreeSwa):
+                yield free(name, part)
+            if rules.segments:
+                yield steps.FreeSegment(name, part)
+                yield steps.FreeSwaSegment(name, part)
+    for name in shadow.freed:
+        if name not in nodes:
+            yield steps.FreeSwa(name)
+    for name, node in nodes.items():
+        for source, giver in nodes.items():
+            if source != name and _fit(node, giver):
+                yield steps.Recover(name, source)
+                if not any(shadow.peers(node)) and all(shadow.peers(giver)):
+                    yield steps.Replace(name, source)
+                if rules.latent:
+                    yield steps.Adopt(name, source)
+    if rules.latent:
+        for name, node in shadow.freed.items():
+            if name not in nodes and _untaken(node, nodes.values()):
+                for source in nodes:
+                    yield steps.Adopt(name, source)
+    for name in nodes:
+        yield steps.LoadBack(name)
+    if shadow.in_group:
+        for name, slots in kept.items():
+            for source, node in nodes.items():
+                if source != name and node.slots == slots:
+                    yield steps.Overwrite(name, source)
+    yield steps.Group("begin")
+    yield steps.Group("end")
+
+
+def _allocations(shadow: Shadow, rules: Rules) -> Iterator[Step]:
+    size, nodes = shadow.page_size, shadow.nodes
+    if len(nodes) < rules.nodes:
+        name = next(f"n{i}" for i in count(1) if f"n{i}" not in {*nodes, *shadow.freed})
+        for pages in range(1, rules.pages + 1):
+            yield steps.Alloc(name, pages)
+        if rules.growth:
+            for tokens in _growths(size):
+                yield steps.Extend(name, tokens)
+            for pages in range(1, rules.pages + 1):
+                yield from (steps.AllocTail(name, pages, tail) for tail in range(pages))
+    if rules.growth:
+        for name, node in nodes.items():
+            if shadow.peers(node)[-1] and len(node.pages) < rules.pages:
+                yield steps.Decode(name)
+                for tokens in _growths(size):
+                    yield steps.Extend(name, tokens)
+
+
+def _growths(page_size: int) -> list[int]:
+    """Return numbers of tokens that end in the middle of a page, at its end, and beyond it."""
+    return sorted({1, page_size // 2, page_size, page_size + 1} - {0})
+
+
+def _parts(pages: int) -> Iterator[str | None]:
+    """Yield the whole node, then every run of its pages, as slices."""
+    yield None
+    for start in range(pages):
+        for stop in range(start + 1, pages + 1):
+            if stop - start < pages:
+                yield f"{start}:{stop}"
+
+
+def _orphaned(shadow: Shadow) -> str | None:
+    """Return why nothing may be allocated now."""
+    orphan = next(iter(shadow.orphans()), None)
+    if orphan is None:
+        return None
+    return (
+        f"the SWA pages of {orphan!r} belong to full slots that are free; "
+        f"free_swa it before anything is allocated"
+    )
+
+
+def _peers(step: FreeStep, shadow: Shadow) -> list[int]:
+    """Return the SWA pages of the pages that a free touches, 0 for none."""
+    node = step.owner(shadow)
+    peers = shadow.peers(node)
+    return [peers[at] for at in step.touched(shadow, node)]
+
+
+def _fit(one: Node, other: Node) -> bool:
+    return one.slots == other.slots
+
+
+def _untaken(node: Node, others: Iterable[Node]) -> bool:
+    """Whether nobody has been given the pages of a node that was freed."""
+    return all(set(node.pages).isdisjoint(other.pages) for other in others)
