@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from swaleak.checker.compare import (
     Comparison,
@@ -179,6 +180,11 @@ class Findings:
         )
 
 
+    def run(self, **rest: Any) -> Run:
+        """Return the outcome; ``rest``: the other fields of ``Run``."""
+        return Run(self.verdict, self.comparison, self.failed_at, self.healed, **rest)
+
+
 def _single(violation: Violation) -> Iterable[Violation]:
     """Yield a violation page by page: pages come and go one by one."""
     for page in violation.pages:
@@ -272,11 +278,7 @@ class _ScriptRunner:
     def run(self, made: int) -> Run:
         """Return the outcome."""
         findings = self.findings
-        return Run(
-            verdict=findings.verdict,
-            comparison=findings.comparison,
-            failed_at=findings.failed_at,
-            healed=findings.healed,
+        return findings.run(
             raised=findings.raised[1] if findings.raised else None,
             unmet=tuple(self.unmet.values()),
             exhausted=findings.exhausted is not None,
