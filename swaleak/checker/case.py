@@ -79,6 +79,26 @@ class Case:
         return (self.physical, self.mapped) == expected
 
 
+def change(case: Case, baseline: Case | None) -> str:
+    """Return what a candidate's case is beside its baseline's.
+
+    ``clean``, or ``failing`` where there is no baseline; else ``new``, ``fixed`` or ``unchanged``.
+    """
+    if baseline is None or (case.safe and baseline.safe):
+        return "clean" if case.safe else "failing"
+    if case.safe:
+        return "fixed"
+    same = not baseline.safe and case.run.signature == baseline.run.signature
+    return "unchanged" if same else "new"
+
+
+def passes(case: Case, baseline: Case | None) -> bool:
+    """Whether a candidate passes: clean in production, and nothing latent worse than before."""
+    if case.scenario.reach == "production":
+        return case.safe
+    return change(case, baseline) not in ("failing", "new")
+
+
 def run_case(
     scenario: Scenario,
     target: Target,

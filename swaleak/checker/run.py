@@ -79,6 +79,12 @@ class Run:
     steps: tuple[StepResult, ...] = ()
 
     @property
+    def signature(self) -> tuple[str, frozenset[tuple[str, str | None]]]:
+        """How it fails: two runs with the same signature fail in the same way."""
+        violations = self.comparison.violations
+        return self.verdict, frozenset((one.kind, one.pool) for one in violations)
+
+    @property
     def kinds(self) -> frozenset[str]:
         """The kinds of violations that were seen at any time."""
         seen = (*self.comparison.violations, *(violation for _, violation in self.healed))

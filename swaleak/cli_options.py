@@ -1,17 +1,58 @@
-"""What commands take on the command line: arguments and options that several of them share."""
+"""What commands take on the command line, and what the shell completes of it. No torch here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swaleak import complete
 from swaleak.errors import UsageError
+from swaleak.scenario import catalogue
+from swaleak.scenario.toml import STRATEGIES as OURS
+from swaleak.targets.sources import RELEASES
 
-MOST = 1_000_000  # of anything that is done over and over
+MAX_REPEATS = 1_000_000  # of anything that is done over and over
+TARGETS = ("auto", "builtin", "installed", *RELEASES)
+STRATEGIES = (*OURS, "shipped")
+
+
+def complete_scenarios(incomplete: str) -> list[str]:
+    """Return names in the catalogue, and TOML files."""
+    return _names(catalogue.names(), incomplete) + _paths(incomplete, ".toml")
+
+
+def complete_strategies(incomplete: str) -> list[str]:
+    """Return short names of strategies."""
+    return _names(STRATEGIES, incomplete)
+
+
+def complete_targets(incomplete: str) -> list[str]:
+    """Return names of targets, wheels and folders."""
+    return _names(TARGETS, incomplete) + _paths(incomplete, ".whl")
+
+
+def _names(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _paths(incomplete: str, suffix: str) -> list[str]:
+    """Return files of this ending, and folders, once something of a path has been typed."""
+    if not incomplete:
+        return []
+    head, slash, _ = incomplete.rpartition("/")
+    try:
+        entries = sorted(Path(head + slash or ".").iterdir())
+    except OSError:
+        return []
+    shown = (
+        f"{head}{slash}{entry.name}{'/' if entry.is_dir() else ''}"
+        for entry in entries
+        if entry.is_dir() or entry.suffix == suffix
+    )
+    return [path for path in shown if path.startswith(incomplete)]
 
 
 class Format(StrEnum):
@@ -23,13 +64,13 @@ class Format(StrEnum):
 
 
 class Contract(StrEnum):
-    """Which operations are legal."""
+    """Which steps are legal."""
 
     production = "production"
     latent = "latent"
 
 
-def named(text: str) -> Path:
+def file_path(text: str) -> Path:
     """Return the path of a file; raises ``UsageError`` for an empty one, a variable left unset."""
     if not text:
         raise UsageError("a file without a name; is a variable empty?")
@@ -42,7 +83,7 @@ def _trace(text: str) -> Path:
         raise UsageError("-: a trace is read more than once, which standard input cannot be")
     if text.endswith(".toml"):
         raise UsageError(f"{text}: a scenario, not a trace; `swaleak repro {text}` replays it")
-    return named(text)
+    return file_path(text)
 
 
 Names = Annotated[
@@ -50,7 +91,7 @@ Names = Annotated[
     typer.Argument(
         metavar="[SCENARIO]...",
         help="Names from `swaleak list`, or TOML files.",
-        autocompletion=complete.scenarios,
+        autocompletion=complete_scenarios,
     ),
 ]
 Name = Annotated[
@@ -58,7 +99,7 @@ Name = Annotated[
     typer.Argument(
         metavar="SCENARIO",
         help="A name, or a TOML file.",
-        autocompletion=complete.scenarios,
+        autocompletion=complete_scenarios,
     ),
 ]
 Trace = Annotated[
@@ -72,7 +113,7 @@ Strategies = Annotated[
         "-s",
         metavar="NAME",
         help="eager, deferred, enqueue, barrier or shipped; repeatable. Default: all four.",
-        autocompletion=complete.strategies,
+        autocompletion=complete_strategies,
     ),
 ]
 TraceStrategies = Annotated[
@@ -83,7 +124,7 @@ TraceStrategies = Annotated[
         metavar="NAME",
         help="eager, deferred, enqueue, barrier or shipped; repeatable. Default: the fix it was "
         "recorded under, else the target's own, else deferred.",
-        autocompletion=complete.strategies,
+        autocompletion=complete_strategies,
     ),
 ]
 On = Annotated[
@@ -93,7 +134,7 @@ On = Annotated[
         metavar="TARGET",
         help="Whose allocator: builtin, installed, a release such as 0.5.18, the path of a wheel "
         "or checkout, or module:Class. auto: installed if SGLang is, else builtin.",
-        autocompletion=complete.targets,
+        autocompletion=complete_targets,
     ),
 ]
 Patches = Annotated[
@@ -111,7 +152,7 @@ Device = Annotated[
 ]
 PageSizes = Annotated[
     list[int] | None,
-    typer.Option("--page-size", metavar="N", help="Slots a page; repeatable."),
+    typer.Option("--page-size", metavar="N", help="Slots per page; repeatable."),
 ]
 Formats = Annotated[Format, typer.Option("--format", "-f", help="How to print the report.")]
 Output = Annotated[
@@ -121,7 +162,7 @@ Output = Annotated[
         "-o",
         metavar="FILE",
         help="Also write it: .json, .md, .svg or .html.",
-        parser=named,
+        parser=file_path,
     ),
 ]
 OutputOfRuns = Annotated[
@@ -131,6 +172,15 @@ OutputOfRuns = Annotated[
         "-o",
         metavar="FILE",
         help="Also write it: .json, .md, .svg, .html or .xml (JUnit).",
-        parser=named,
+        parser=file_path,
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        min=0.001,
+        metavar="SECONDS",
+        help="End with exit code 124 after so long; says what was being run.",
     ),
 ]
