@@ -16,8 +16,8 @@ from swaleak.report.cases import cell_of
 from swaleak.report.facts import failures
 from swaleak.report.files import write_text
 from swaleak.script import catalogue as scenarios
-from swaleak.sglang.release import RELEASES
-from swaleak.target import Target, open_target
+from swaleak.targets.sources import RELEASES
+from swaleak.targets.open import Target, open_target
 
 PAGE = Path(__file__).with_name("releases.md")
 

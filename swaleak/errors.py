@@ -26,6 +26,15 @@ class TargetError(SwaleakError):
     exit_code = 125
 
 
+class StandInError(BaseException):
+    """SGLang's code has used a name that swaleak does not provide; 125, as ``TargetError``.
+
+    No ``Exception``, or the code that was stopped might go on as if nothing had happened.
+    """
+
+    exit_code = 125
+
+
 class Interrupted(SwaleakError):
     """Somebody has stopped this, and there is nothing yet to show for it.
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import pytest
 
 from swaleak.cli import main
-from swaleak.target import Target, open_target
+from swaleak.targets.open import Target, open_target
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,11 +17,11 @@ from swaleak.allocator.strategy import Eager
 from swaleak.check.case import run_case
 from swaleak.errors import TargetError
 from swaleak.script import catalogue as scenarios
-from swaleak.sglang import source
+from swaleak.targets import source
 from swaleak.sglang.adapter import Driver
-from swaleak.sglang.loader import load
-from swaleak.sglang.release import RELEASES
-from swaleak.target import Sizes, open_target
+from swaleak.targets.loader import load
+from swaleak.targets.sources import RELEASES
+from swaleak.targets.open import Sizes, open_target
 from tests.conftest import USER_CLASS, sglang, wheel
 
 

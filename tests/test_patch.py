@@ -17,10 +17,10 @@ import pytest
 from swaleak.script import catalogue
 from swaleak.script.scenario import Scenario
 from swaleak.script.write import to_toml
-from swaleak.sglang import loader
-from swaleak.sglang.patch import split
-from swaleak.sglang.source import ALLOCATOR, SourceTree
-from swaleak.target import names
+from swaleak.targets import loader
+from swaleak.targets.patch import split
+from swaleak.targets.sources import ALLOCATOR, SourceTree
+from swaleak.targets import open as open_module
 from tests.conftest import Cli, wheel
 
 SWA = f"{ALLOCATOR}/swa.py"

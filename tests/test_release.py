@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swaleak.errors import TargetError
-from swaleak.sglang.release import RELEASES, from_release
+from swaleak.targets.sources import RELEASES, from_release
 from tests.conftest import Cli, wheel
 
 NOWHERE = "http://127.0.0.1:9/simple"  # nobody listens there
@@ -122,7 +122,7 @@ def test_a_cache_that_cannot_be_written(
 
 @pytest.mark.wheels
 def test_two_at_once_do_no_harm(cache: Path, shop: Path) -> None:
-    code = "from swaleak.sglang.release import from_release; print(from_release('0.5.18').version)"
+    code = "from swaleak.targets.sources import from_release; print(from_release('0.5.18').version)"
     runs = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -14,9 +14,9 @@ from swaleak.errors import ScriptError
 from swaleak.report.unittest_file import unittest_file
 from swaleak.script import catalogue as scenarios
 from swaleak.script.read import parse
-from swaleak.sglang import shims
-from swaleak.sglang.loader import _Importer
-from swaleak.sglang.source import ALLOCATOR, SourceTree, from_wheel
+from swaleak.targets import shims
+from swaleak.targets.loader import _Importer
+from swaleak.targets.sources import ALLOCATOR, SourceTree, from_wheel
 from tests.conftest import sglang, wheel
 
 RELEASES = ("0.5.13.post1", "0.5.18", "0.5.19", "0.5.20", "0.5.23")

@@ -1,7 +1,8 @@
-"""The few names that SGLang's allocator package imports from the rest of SGLang.
+"""The names that SGLang's allocator and caches import from the rest of SGLang.
 
 Written from what the names mean, for a single process on a CPU or a CUDA device. Each module of
-SGLang that is stood in for is one function here, which returns its names.
+SGLang that is stood in for is one function here, which returns its names. What none of them has is
+a ``Placeholder``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,54 @@ import torch
 from torch import Tensor
 
 from swaleak.allocator.page_pool import extend_slots, new_pages
+from swaleak.errors import StandInError
 
 Names = dict[str, Any]
 T = TypeVar("T")
+
+
+class Placeholder:
+    """A name of SGLang that swaleak does not provide. It can be held, not used.
+
+    It may be imported, named in an annotation, asked for an attribute, and asked what is an
+    instance of it (nothing is). Whoever calls, iterates, compares or subclasses it, or asks whether
+    it is true, gets a ``StandInError`` that names it.
+    """
+
+    def __init__(self, name: str, touched: set[str]) -> None:
+        self._name = name
+        self._touched = touched
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, not provided>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._touched.add(self._name)
+        found = Placeholder(f"{self._name}.{name}", self._touched)
+        setattr(self, name, found)  # the same one each time, so that it can be a key
+        return found
+
+    def __instancecheck__(self, instance: object) -> bool:
+        self._touched.add(self._name)
+        return False
+
+    __subclasscheck__ = __instancecheck__
+    __hash__ = object.__hash__
+
+    def _annotation(self, _: object) -> Placeholder:
+        return self
+
+    __or__ = __ror__ = __getitem__ = _annotation
+
+    def _used(self, *_: object, **__: object) -> Any:
+        raise StandInError(f"it uses {self._name}, which swaleak does not provide")
+
+    __call__ = __iter__ = __bool__ = __len__ = __contains__ = __mro_entries__ = _used
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __enter__ = __exit__ = _used
+    __int__ = __index__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = _used
+    __mul__ = __rmul__ = __floordiv__ = __mod__ = __and__ = __rand__ = __setitem__ = _used
 
 
 class KVCache:
@@ -110,6 +156,11 @@ def get_bool_env_var(name: str, default: str = "false") -> bool:
     return os.environ.get(name, default).lower() in ("1", "true")
 
 
+def ceil_align(size: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` that is at least ``size``."""
+    return -(-size // unit) * unit
+
+
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
@@ -153,6 +204,7 @@ def utils(_device: str) -> Names:
         "is_cuda": torch.cuda.is_available,
         "get_bool_env_var": get_bool_env_var,
         "get_num_new_pages": get_num_new_pages,
+        "ceil_align": ceil_align,
         "next_power_of_2": next_power_of_2,
         "async_h2d": async_h2d,
     }
@@ -195,3 +247,8 @@ MODULES: dict[str, Callable[[str], Names]] = {
     "sglang.srt.mem_cache.triton_ops.allocator": kernels,
     "sglang.kernels.ops.memory.allocator": kernels,
 }
+
+
+def names_in(module: str, device: str) -> Names:
+    """Return what stands in for names of one of SGLang's modules."""
+    return MODULES[module](device) if module in MODULES else {}
