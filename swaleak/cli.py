@@ -271,20 +271,28 @@ def bench(
     page_size: PageSizes = None,
     calls: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="N", help="Calls of free_swa a group; repeatable."),
+        typer.Option(
+            min=1, max=100_000, metavar="N", help="Calls of free_swa per group; repeatable."
+        ),
     ] = None,
     pages: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="N", help="Pages a call; repeatable.")
+        list[int] | None, typer.Option(min=1, metavar="N", help="Pages per call; repeatable.")
     ] = None,
     warmup: Annotated[
         int, typer.Option(min=0, max=MAX_REPEATS, metavar="N", help="Rounds that do not count.")
     ] = 50,
     samples: Annotated[
-        int, typer.Option(min=20, max=MAX_REPEATS, metavar="N", help="Rounds that do, a case.")
+        int, typer.Option(min=20, max=MAX_REPEATS, metavar="N", help="Rounds that do, per case.")
     ] = 500,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the order and the intervals.")] = 0,
     whole: Annotated[bool, typer.Option("--whole", help="With the physical release.")] = False,
-    recover: Annotated[bool, typer.Option("--recover", help="With a recovery a group.")] = False,
+    recover: Annotated[
+        bool | None,
+        typer.Option(
+            "--recover/--no-recover",
+            help="Only groups with a recovery, or only groups without. Default: both.",
+        ),
+    ] = None,
     segment: Annotated[
         bool, typer.Option("--segment", help="Through free_swa_segment, as caches do since 0.5.20.")
     ] = False,
@@ -293,38 +301,38 @@ def bench(
 ) -> None:
     """Measure what each strategy costs: medians of a free group, interleaved.
 
-    Without --page-size, --calls and --pages: the seven published cases. --patch changes the
-    candidates that are targets; without any, the baseline. Exit code 0: measured.
+    Without --page-size, --calls and --pages: the seven published cases. Each is measured without
+    and with a recovery in the group. --patch changes the candidates that are targets; without any,
+    the baseline. Exit code 0: measured.
     """
     check_output(output)
     with target_output():
         start_torch()
         from functools import cache
 
-        from swaleak.bench import cases, clock, figures, rounds
-        from swaleak.bench.contestant import contestants
+        from swaleak.benchmark import measure, statistics
         from swaleak.device import choose_device
         from swaleak.report.bench import bench_report
         from swaleak.report.progress import with_bar
 
         where = choose_device(device)
-        settings = cases.Settings(warmup, samples, whole, recover, segment, seed)
-        shapes = cases.shapes(page_size, calls, pages)
+        settings = measure.Settings(warmup, samples, whole, recover, segment, seed)
+        cases = measure.cases(page_size, calls, pages, recover)
         open_ = cache(lambda name: open_one(name, where))
         patched = cache(lambda name: open_one(name, where, patch)) if patch else open_
         asked = candidate or ([baseline] if patch else None)
-        them = contestants(baseline, asked, lambda: open_(on), open_, patched)
-        measured: list[rounds.Round] = []
+        them = measure.contestants(baseline, asked, lambda: open_(on), open_, patched)
+        rounds: list[measure.Round] = []
         interrupted = False
         try:
-            for one in with_bar(rounds.run(them, shapes, settings, clock.clock_for(where))):
-                measured.append(one)
+            for one in with_bar(measure.run(them, cases, settings, measure.clock_for(where))):
+                rounds.append(one)
         except KeyboardInterrupt:
             interrupted = True
-        results = figures.results(measured, seed)
+        results = statistics.results(rounds, seed)
         if not results:
             raise Interrupted("the first case of " + ", ".join(one.label for one in them))
-        report = bench_report(them, results, settings, where, asked=len(shapes))
+        report = bench_report(them, results, settings, where, asked=len(cases))
     finish(report, format, output, 130 if interrupted else 0)
 
 

@@ -28,7 +28,7 @@ ROOMS = (
     "target",
     "check",
     "search",
-    "bench",
+    "benchmark",
     "diagnose",
     "report",
     "complete",

@@ -13,7 +13,7 @@ from swaleak.search.fuzz import Played
 from swaleak.words import counted
 
 if TYPE_CHECKING:
-    from swaleak.bench.rounds import Round
+    from swaleak.benchmark.measure import Round
 
 EVERY = 0.1  # seconds between two looks at the progress line
 CLEAR = "\r\x1b[2K"
@@ -97,7 +97,7 @@ def with_bar(rounds: Iterator[Round]) -> Iterator[Round]:
             if time.monotonic() - drawn > REFRESH:
                 bar.update(
                     task,
-                    description=str(one.shape),
+                    description=str(one.case),
                     completed=one.done,
                     total=one.total,
                     refresh=True,
