@@ -107,8 +107,10 @@ def repro(
         from swaleak.report.cases import repro_report
 
         cases = runs.chosen_cases(chosen, targets, asked, page_size, steps=steps, repeat=repeat)
-        strips = runs.timelines_of(cases, targets, repeat, every_step=steps) if looked_at else None
-        report = repro_report(about(targets), cases, strips)
+        page_maps = (
+            runs.page_maps_of(cases, targets, repeat, every_step=steps) if looked_at else None
+        )
+        report = repro_report(about(targets), cases, page_maps)
     finish(report, format, output)
 
 
@@ -131,7 +133,7 @@ def verify(
         from swaleak.report.cases import verify_report
 
         batch = runs.catalogue_cases(targets, None, page_size)
-        report = verify_report(about(targets), batch.cases).with_lines(batch.notes)
+        report = verify_report(about(targets), batch.cases).with_notes(batch.notes)
     finish(report, format, output)
 
 
@@ -176,7 +178,7 @@ def check(
 
         batch = runs.catalogue_cases(opened, ["shipped"], page_size, latent=strict)
         report = check_report(about(opened), batch.cases, batch.left_out)
-    finish(report.with_lines(batch.notes), format, output)
+    finish(report.with_notes(batch.notes), format, output)
 
 
 @app.command("list")
@@ -348,13 +350,13 @@ def export(
     """Export a scenario as a regression test that needs SGLang and nothing else."""
     if not unittest:
         raise UsageError("export: say as what; --unittest is what there is")
-    from swaleak.report.files import check_kind, write_text
+    from swaleak.files import check_writable, write_text
 
     if output is not None:
-        check_kind("-o", output, ".py", "a unittest")
+        check_writable("-o", output, ".py", "a unittest")
     if trees.is_tree(name):
         raise UsageError(f"{name}: only an allocator's scenario can be exported, not a cache's")
-    from swaleak.report.unittest_file import unittest_file
+    from swaleak.report.unittest_export import unittest_file
 
     text = unittest_file(scenarios.load(name))
     if output is None:
@@ -436,9 +438,9 @@ def explore(
     """
     check_output(output)
     if save is not None:
-        from swaleak.report.files import check_kind
+        from swaleak.files import check_writable
 
-        check_kind("--save", save, ".toml", "a scenario")
+        check_writable("--save", save, ".toml", "a scenario")
     idle = given(context, "depth", "every") if at_random else given(context, *FOR_RANDOM)
     if idle:
         option = "--all" if idle[0] == "every" else f"--{idle[0]}"
@@ -478,11 +480,12 @@ def explore(
     print_report(report, format, output)
     failed = [found for found in surveys if found.witnesses]
     if save is not None and failed:
-        from swaleak.report.files import write_scenario
+        from swaleak.files import write_text
+        from swaleak.script.write import to_toml
 
         with driving():
             scenario = failed[0].scenario()
-        write_scenario(scenario, save)
+        write_text(to_toml(scenario), save)
     interrupted = any(found.interrupted for found in surveys)
     raise typer.Exit(130 if interrupted else 0 if report.ok else 1)
 
@@ -512,10 +515,10 @@ def record(
     The exit code is the command's own, 128 + N where signal N ended it; 2 where nothing was
     recorded.
     """
-    from swaleak.report.files import check_kind
+    from swaleak.files import check_writable
     from swaleak.sglang import launch, plugin
 
-    check_kind("-o", output, ".jsonl", "a trace")
+    check_writable("-o", output, ".jsonl", "a trace")
     if fix is not None and fix not in plugin.FIXES:
         raise UsageError(unknown("fix", fix, plugin.FIXES))
     status, written = launch.record(command, output, fix)
@@ -575,21 +578,22 @@ def shrink(
     format: Formats = Format.table,
 ) -> None:
     """Reduce a recorded run that fails to a small scenario that fails in the same way."""
-    from swaleak.report.files import check_kind
+    from swaleak.files import check_writable
     from swaleak.script.trace import read_header
 
-    check_kind("-o", output, ".toml", "a scenario")
+    check_writable("-o", output, ".toml", "a scenario")
     header = read_header(trace)
     with driving():
         [target] = open_targets(on, device)
-        from swaleak.report.files import write_scenario
+        from swaleak.files import write_text
         from swaleak.report.traces import shrink_report
+        from swaleak.script.write import to_toml
         from swaleak.search.reduce import reduce
 
         (name,) = trace_strategies(target, [strategy] if strategy else None, header.fix)
         with interruptible(f"{trace.name} on {target.name}, strategy {name}"):
             small = reduce(trace, target, name)
-        write_scenario(small.scenario, output)
+        write_text(to_toml(small.scenario), output)
         report = shrink_report(about([target]), trace, output, small)
     finish(report, format)
 

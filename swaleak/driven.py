@@ -15,7 +15,7 @@ from swaleak import __version__
 from swaleak.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from swaleak.report.report import About
+    from swaleak.report.model import About
     from swaleak.target import Target
 
 
@@ -97,7 +97,7 @@ def about(targets: list[Target]) -> About:
     import torch
 
     from swaleak.device import describe
-    from swaleak.report.report import About
+    from swaleak.report.model import About
 
     device = targets[0].device
     driven = [

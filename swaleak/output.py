@@ -14,13 +14,13 @@ import typer
 from swaleak.options import Format
 
 if TYPE_CHECKING:
-    from swaleak.report.report import Report
+    from swaleak.report.model import Report
 
 
 def check_output(output: Path | None, *, runs: bool = False) -> None:
-    """Raise ``UsageError`` if no report can be written there; see ``files.check_ending``."""
+    """Raise ``UsageError`` if no report can be written there; see ``render.check_ending``."""
     if output is not None:
-        from swaleak.report.files import check_ending
+        from swaleak.report.render import check_ending
 
         check_ending(output, runs=runs)
 
@@ -41,16 +41,16 @@ def finish(
 
 def print_report(report: Report, format: Format, output: Path | None = None) -> None:
     """Print the report, and write it if asked to."""
+    from swaleak.report.render import as_json, as_markdown, print_to, write
+
     if format is Format.json:
-        sys.stdout.write(report.as_json())
+        sys.stdout.write(as_json(report))
     elif format is Format.markdown:
-        sys.stdout.write(report.as_markdown())
+        sys.stdout.write(as_markdown(report))
     else:
         from rich.console import Console
 
-        report.print_to(Console(highlight=False))
+        print_to(report, Console(highlight=False))
     if output is not None:  # last, so that a disk that is full takes nothing from the reader
         sys.stdout.flush()
-        from swaleak.report.files import write
-
         write(report, output)

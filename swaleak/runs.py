@@ -19,7 +19,7 @@ from swaleak.script.tree import TreeScenario
 
 if TYPE_CHECKING:
     from swaleak.check.case import Case
-    from swaleak.report.report import Section
+    from swaleak.report.model import Section
     from swaleak.sglang.tree import Caches
     from swaleak.target import Target
 
@@ -113,14 +113,14 @@ def catalogue_cases(
     return Batch(cases, tuple(dict.fromkeys(filter(None, notes))), len(catalogue) - len(judged))
 
 
-def timelines_of(
+def page_maps_of(
     cases: list[Case], targets: list[Target], repeat: int, *, every_step: bool
 ) -> dict[str, list[Section]]:
-    """Return page timelines of all cases, or, played once more, of those that failed."""
-    from swaleak.report.timeline import timelines
+    """Return page maps of all cases, or, played once more, of those that failed."""
+    from swaleak.report.page_map import page_maps
 
     if every_step:
-        return timelines(cases, every_step=True)
+        return page_maps(cases, every_step=True)
     failed = (
         case
         for case in cases
@@ -140,7 +140,7 @@ def timelines_of(
         )
         for case in failed
     )
-    return timelines(again, every_step=False)
+    return page_maps(again, every_step=False)
 
 
 def _run(scenario: Scenario, target: Target, strategy: str, size: int, **wishes: Any) -> Case:

@@ -14,7 +14,7 @@ from swaleak import __version__
 from swaleak.bench.cases import Settings
 from swaleak.bench.contestant import Contestant
 from swaleak.bench.figures import Result, Timing
-from swaleak.report.report import STYLES, Cell, Grid, Report, Section
+from swaleak.report.model import STYLES, Cell, Grid, Report, Section
 from swaleak.target import SHIPPED
 
 AGAIN = "A/A"  # the baseline's second self
