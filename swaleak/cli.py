@@ -120,7 +120,7 @@ def repro(
         if looked_at:
             maps = cli_cases.page_maps(batch.cases, targets, repeat, every_step=steps)
         report = repro_report(about(targets), batch.cases, maps)
-    finish(report.with_lines(batch.notes), format, output)
+    finish(report.with_notes(batch.notes), format, output)
 
 
 @app.command()
@@ -143,7 +143,7 @@ def verify(
         from swaleak.report.cases import verify_report
 
         batch = cli_cases.catalogue_cases(targets, None, page_size)
-        report = verify_report(about(targets), batch.cases).with_lines(batch.notes)
+        report = verify_report(about(targets), batch.cases).with_notes(batch.notes)
     finish(report, format, output)
 
 
@@ -216,7 +216,7 @@ def check(
         else:
             batch = cli_cases.catalogue_cases(every, ["shipped"], page_size, latent=strict)
         report = check_report(about(opened), batch.cases, before[0].name if before else None)
-    finish(report.with_lines(batch.notes), format, output)
+    finish(report.with_notes(batch.notes), format, output)
 
 
 @app.command("list")
@@ -394,10 +394,10 @@ def export(
     """Export a scenario as a regression test that needs SGLang and nothing else."""
     if not unittest:
         raise UsageError("export: say as what; --unittest is what there is")
-    from swaleak.report.render import check_kind, write_text
+    from swaleak.files import check_writable, write_text
 
     if output is not None:
-        check_kind("-o", output, ".py", "a unittest")
+        check_writable("-o", output, ".py", "a unittest")
     scenario = catalogue.load(name)
     if scenario.caches:
         raise UsageError(f"{name}: only an allocator's scenario can be exported, not a cache's")
@@ -483,9 +483,9 @@ def explore(
     """
     check_output(output)
     if save is not None:
-        from swaleak.report.render import check_kind
+        from swaleak.files import check_writable
 
-        check_kind("--save", save, ".toml", "a scenario")
+        check_writable("--save", save, ".toml", "a scenario")
     idle = given(context, "depth", "every") if at_random else given(context, *FOR_RANDOM)
     if idle:
         option = "--all" if idle[0] == "every" else f"--{idle[0]}"
@@ -559,10 +559,10 @@ def record(
     The exit code is the command's own, 128 + N where signal N ended it; 2 where nothing was
     recorded.
     """
-    from swaleak.report.render import check_kind
+    from swaleak.files import check_writable
     from swaleak.sglang import launch, plugin
 
-    check_kind("-o", output, ".jsonl", "a trace")
+    check_writable("-o", output, ".jsonl", "a trace")
     if fix is not None and fix not in plugin.FIXES:
         raise UsageError(unknown("fix", fix, plugin.FIXES))
     status, written = launch.record(command, output, fix)
@@ -622,10 +622,10 @@ def shrink(
     format: Formats = Format.table,
 ) -> None:
     """Reduce a recorded run that fails to a small scenario that fails in the same way."""
-    from swaleak.report.render import check_kind
+    from swaleak.files import check_writable
     from swaleak.script.trace import read_header
 
-    check_kind("-o", output, ".toml", "a scenario")
+    check_writable("-o", output, ".toml", "a scenario")
     header = read_header(trace)
     with target_output():
         [target] = open_targets(on, device)

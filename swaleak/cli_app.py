@@ -138,18 +138,18 @@ def finish(
 
 def print_report(report: Report, format: Format, output: Path | None = None) -> None:
     """Print the report, and write it if asked to."""
+    from swaleak.report.render import as_json, as_markdown, print_to, write
+
     if format is Format.json:
-        sys.stdout.write(report.as_json())
+        sys.stdout.write(as_json(report))
     elif format is Format.markdown:
-        sys.stdout.write(report.as_markdown())
+        sys.stdout.write(as_markdown(report))
     else:
         from rich.console import Console
 
-        report.print_to(Console(highlight=False))
+        print_to(report, Console(highlight=False))
     if output is not None:  # last, so that a disk that is full takes nothing from the reader
         sys.stdout.flush()
-        from swaleak.report.render import write
-
         write(report, output)
 
 

@@ -33,6 +33,7 @@ from swaleak.benchmark.statistics import Result, Timing, compare
 from swaleak.benchmark.statistics import results as results_of
 from swaleak.errors import UsageError
 from swaleak.report.bench import bench_report
+from swaleak.report.render import as_json, as_markdown
 from swaleak.target import Builtin, open_target
 from tests.conftest import USER_CLASS, Answer, Cli, wheel
 
@@ -376,7 +377,7 @@ def report(gpu: bool) -> Any:
 
 
 def test_the_json_says_everything() -> None:
-    found = json.loads(report(gpu=True).as_json())
+    found = json.loads(as_json(report(gpu=True)))
     without, case = found["cases"]
     assert (without["recovery"], without["strategies"]["deferred"]["audit"]) == (False, "clean")
     assert (found["schema"], found["command"], found["complete"], case) == (
@@ -431,9 +432,9 @@ def test_the_json_says_everything() -> None:
 
 
 def test_without_a_gpu_there_is_no_gpu_time() -> None:
-    case = json.loads(report(gpu=False).as_json())["cases"][0]
+    case = json.loads(as_json(report(gpu=False)))["cases"][0]
     figures = case["gpu_noise"], case["a_a"]["gpu_us"], case["a_a"]["gpu"]
-    assert (figures, "GPU time" in report(gpu=False).as_markdown()) == ((None,) * 3, False)
+    assert (figures, "GPU time" in as_markdown(report(gpu=False))) == ((None,) * 3, False)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +455,7 @@ def test_without_a_gpu_there_is_no_gpu_time() -> None:
     ],
 )
 def test_the_markdown_can_be_pasted(line: str) -> None:
-    assert line in report(gpu=True).as_markdown().splitlines()
+    assert line in as_markdown(report(gpu=True)).splitlines()
 
 
 BENCH = ("bench", "--on", "builtin")

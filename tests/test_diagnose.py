@@ -14,6 +14,7 @@ from swaleak.diagnose.finding import FAULTS
 from swaleak.diagnose.log import BLOCK, diagnose
 from swaleak.diagnose.tally import MOST
 from swaleak.report.diagnose import diagnose_report
+from swaleak.report.render import as_json, as_markdown, print_to
 from swaleak.script import catalogue as scenarios
 
 LEAK = "[swa] total=911616, available=235264, evictable=676096, protected=0"
@@ -134,8 +135,8 @@ def test_messages(name):
 def test_the_published_leak_is_explained():
     log = f"server_args=ServerArgs(page_size=256)\nsglang==0.5.18\n{LEAK}{TAIL}\n"
     report = diagnose_report("log", diagnose(io.BytesIO(log.encode())))
-    text = report.as_markdown()
-    assert json.loads(report.as_json())["findings"] == [
+    text = as_markdown(report)
+    assert json.loads(as_json(report))["findings"] == [
         {
             "kind": "sum",
             "pool": "swa",
@@ -201,7 +202,7 @@ def test_known_faults(name):
 
 
 def test_counted_twice_is_not_the_leak():
-    text = diagnose_report("log", diagnose(io.BytesIO(f"[swa] {TWICE}\n".encode()))).as_markdown()
+    text = as_markdown(diagnose_report("log", read(f"[swa] {TWICE}\n")))
     assert "Not the deferred resolve, 0.5.18 (#36081): that one loses slots" in text
 
 
@@ -302,7 +303,7 @@ def test_what_is_there_and_cannot_be_read(name):
     report = diagnose_report("log", found)
     assert (found.findings, found.unread_count, report.ok) == ((), 1, True)
     assert (found.unread[0].line, why in found.unread[0].why) == (line, True), found.unread
-    assert f"Line {line}" in report.as_markdown()
+    assert f"Line {line}" in as_markdown(report)
 
 
 # what is no message, and not a cut one either
@@ -363,7 +364,7 @@ def test_colours_are_taken_off_wherever_a_block_ends():
 
 def test_a_packed_log_that_ends_too_early_says_so():
     log = gzip.compress(b"".join(b"%d\n" % (i * i) for i in range(9000)))[:-5000]
-    assert "ends too early" in diagnose_report("log", read(log)).as_markdown()
+    assert "ends too early" in as_markdown(diagnose_report("log", read(log)))
 
 
 def leaks(*ranks):
@@ -377,7 +378,7 @@ def leaks(*ranks):
 
 def test_ranks_are_named_and_one_kind_is_told_once():
     log = leaks(("TP0", 235264), ("TP1", 235008), ("TP2", 235264), ("DP1 TP0 EP0", 235264))
-    text = diagnose_report("log", read(log)).as_markdown()
+    text = as_markdown(diagnose_report("log", read(log)))
     assert [f.ranks for f in read(log).findings] == [
         (("DP1 TP0 EP0", 1), ("TP0", 1), ("TP2", 1)),
         (("TP1", 1),),
@@ -405,21 +406,21 @@ def test_of_many_findings_the_first_the_largest_and_the_last_are_shown(count):
     rows = diagnose_report("log", found).sections[0].grid.rows
     assert [int(row[4].text) for row in rows] == [-76616, -311607, -76615 - count]
     assert f"{len(found.findings) - 3} more are in the JSON" in (
-        diagnose_report("log", found).as_markdown()
+        as_markdown(diagnose_report("log", found))
     )
 
 
 def test_a_page_size_that_the_log_contradicts_is_said_not_to_be_used():
     found = read(f"page_size=256\n{LEAK}{TAIL}\n", page_size=3)
-    text = diagnose_report("log", found).as_markdown()
+    text = as_markdown(diagnose_report("log", found))
     assert "--page-size 3 is not used: the log names 256" in text
-    assert "not used" not in diagnose_report("log", read(WHOLE, page_size=3)).as_markdown()
+    assert "not used" not in as_markdown(diagnose_report("log", read(WHOLE, page_size=3)))
 
 
 def test_a_message_without_all_its_numbers_says_so():
-    text = diagnose_report("log", read(f"{LEAK}\n")).as_markdown()
+    text = as_markdown(diagnose_report("log", read(f"{LEAK}\n")))
     assert "names no session_held=, uncached=" in text
-    old = diagnose_report("log", read(f"sglang==0.5.9\n{LEAK}\n")).as_markdown()
+    old = as_markdown(diagnose_report("log", read(f"sglang==0.5.9\n{LEAK}\n")))
     assert "names no" not in old.partition("\n\n")[2]
 
 
@@ -427,7 +428,7 @@ def test_a_message_without_all_its_numbers_says_so():
 def test_no_number_is_folded(width):
     out = io.StringIO()
     log = leaks(("TP0", 235264), ("TP1", 235008))
-    diagnose_report("log", read(log)).print_to(Console(file=out, width=width))
+    print_to(diagnose_report("log", read(log)), Console(file=out, width=width))
     told = ("911616", "911360", "-256", "911104", "-512", "missing")
     assert [number for number in told if number not in out.getvalue()] == []
 

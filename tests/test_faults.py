@@ -25,9 +25,9 @@ from swaleak.check import case
 from swaleak.check.follow import follow
 from swaleak.check.player import Player
 from swaleak.errors import ScriptError, TargetError
-from swaleak.files import STALE
+from swaleak.files import STALE, write_text
 from swaleak.report.catalogue import list_report, show_report
-from swaleak.report.files import FORMATS, write, write_text
+from swaleak.report.render import FORMATS, write
 from swaleak.script import catalogue as scenarios
 from swaleak.script.trace import TraceReader
 from swaleak.sglang import plugin

@@ -9,7 +9,7 @@ from typing import Any
 
 from swaleak import __version__
 from swaleak.diagnose.finding import FAULTS, MISSING, TWICE, Diagnosis, Fault, Finding
-from swaleak.report.report import Cell, Grid, Report, Section
+from swaleak.report.model import Cell, Grid, Report, Section
 
 SHOWN = 12  # findings that are printed one by one; of more, those that matter. The JSON holds all
 GROUPS = 20  # kinds of findings that are printed

@@ -13,7 +13,7 @@ from swaleak import __version__
 from swaleak.device import choose_device
 from swaleak.device import describe as describe_device
 from swaleak.errors import Interrupted, SwaleakError
-from swaleak.report.report import Cell, Grid, Report, Section
+from swaleak.report.model import Grid, Report, Section, cells
 from swaleak.script import catalogue, tree
 from swaleak.sglang import source
 from swaleak.sglang.release import cache_folder
@@ -44,9 +44,7 @@ def doctor_report() -> Report:
         raise
     except SwaleakError as error:
         ok, facts["sglang"] = False, str(error)
-    rows = tuple(
-        (Cell(k), Cell(", ".join(v) if isinstance(v, list) else v)) for k, v in facts.items()
-    )
+    rows = tuple(cells(k, ", ".join(v) if isinstance(v, list) else v) for k, v in facts.items())
     section = Section("", Grid(("what", "here"), rows))
     body = {"results": [facts]}
     header = f"swaleak {__version__}"

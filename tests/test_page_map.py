@@ -1,4 +1,4 @@
-"""The page timeline: what stands in its cells, and the sentence that it comes to."""
+"""The page map: what stands in its cells, and the sentence that it comes to."""
 
 import contextlib
 import io
@@ -17,9 +17,10 @@ from swaleak.check.case import run_case
 from swaleak.check.picture import Page
 from swaleak.check.replay import replay
 from swaleak.errors import ScriptError
-from swaleak.report.entries import case_json
-from swaleak.report.report import Report
-from swaleak.report.timeline import FAULTS, WIDTH, fault, timeline, timelines
+from swaleak.report.cases import case_json
+from swaleak.report.model import Report
+from swaleak.report.page_map import FAULTS, WIDTH, fault, page_map, page_maps
+from swaleak.report.render import print_to
 from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
 from swaleak.script.read import parse
@@ -41,7 +42,7 @@ def played(scenario, strategy="deferred", page_size=4, version=None):
 def printed(*sections) -> str:
     file = io.StringIO()
     report = Report("repro", True, "header", sections, {})
-    report.print_to(Console(file=file, width=WIDTH, highlight=False))
+    print_to(report, Console(file=file, width=WIDTH, highlight=False))
     return file.getvalue()
 
 
@@ -53,7 +54,7 @@ def script(*steps: str, pages: int = 200):
 
 LEAKED = "2 SWA pages in use, 1 mapped."
 # scenario, strategy, release -> the sentence
-MORALS = {
+SENTENCES = {
     ("tombstone-recovery", "deferred", None): "Step 7, group end: the flush looked up node's "
     "peer, found incoming's page 3, and freed it; page 2, node's until step 5, is now "
     f"unreachable. {LEAKED}",
@@ -84,19 +85,19 @@ MORALS = {
     "told",
     [
         pytest.param(key, id="-".join(map(str, key)), marks=[pytest.mark.wheels] * bool(key[2]))
-        for key in MORALS
+        for key in SENTENCES
     ],
 )
-def test_moral(told):
+def test_the_sentence(told):
     scenario, strategy, version = told
-    assert timeline(played(scenario, strategy, version=version)).moral.text == MORALS[told]
+    assert page_map(played(scenario, strategy, version=version)).sentence.text == SENTENCES[told]
 
 
 def test_the_strip_of_the_bug():
-    assert printed(timeline(played("tombstone-recovery"))).splitlines()[2:] == [
+    assert printed(page_map(played("tombstone-recovery"))).splitlines()[2:] == [
         "tombstone-recovery, deferred (builtin), page size 4: the SWA pages",
         "",
-        "  # operation                  page 1      page 2   page 3     used mapped",
+        "  # step                       page 1      page 2   page 3     used mapped",
         " " + "─" * 73,
         "  1 alloc bystander            ● bystander ·        ·             1      1",
         "  2 alloc node                 ● bystander ● node   ·             2      2",
@@ -133,13 +134,13 @@ def crowd(nodes: int):
 @pytest.mark.parametrize(("nodes", "every_row"), [(7, True), (60, False)])
 def test_wide_pools_are_folded_to_the_pages_that_matter(nodes, every_row):
     """Page 7 leaks, page 13 is freed; they and their marks are there however wide the pools."""
-    strip = timeline(played(crowd(nodes)))
+    strip = page_map(played(crowd(nodes)))
     text = printed(strip)
     facts = (
         {"7", "13", "others"} <= set(strip.grid.columns),
         "…" not in [row[0].text for row in strip.grid.rows],
         max(map(len, text.splitlines())) <= WIDTH,
-        "✗L" in text and "✗F" in text and "request-6's page 13" in strip.moral.text,
+        "✗L" in text and "✗F" in text and "request-6's page 13" in strip.sentence.text,
     )
     assert facts == (True, every_row, True, True)
 
@@ -149,7 +150,7 @@ def test_every_scenario_fits_80_columns(strategy):
     cases = [
         played(scenario, strategy, scenario.page_sizes[-1]) for scenario in scenarios.catalogue()
     ]
-    by_scenario = timelines(cases, every_step=True)
+    by_scenario = page_maps(cases, every_step=True)
     lines = printed(*(s for sections in by_scenario.values() for s in sections)).splitlines()
     assert [line for line in lines if len(line) > WIDTH] == []
 
@@ -202,11 +203,11 @@ def test_any_run_has_a_strip_and_a_sentence(wanted, strategy):
     assume(steps)
     script = Scenario("any", "any", tuple(steps), full_pages=40, swa_pages=40)
     case = played(script, strategy)
-    section = timeline(case)
+    section = page_map(case)
     marked = [i for i, row in enumerate(section.grid.rows) if row[0].text.startswith("✗")]
     bad = [i for i, step in enumerate(case.run.steps) if step.audit.violations][:1]
     widest = max(map(len, printed(section).splitlines()))
-    assert (marked, widest <= WIDTH, section.moral.text.startswith("Step")) == (
+    assert (marked, widest <= WIDTH, section.sentence.text.startswith("Step")) == (
         bad,
         True,
         bool(bad),

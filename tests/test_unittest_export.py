@@ -11,7 +11,7 @@ import pytest
 
 from swaleak.check.case import run_case
 from swaleak.errors import ScriptError
-from swaleak.report.unittest_file import unittest_file
+from swaleak.report.unittest_export import unittest_file
 from swaleak.script import catalogue as scenarios
 from swaleak.script.read import parse
 from swaleak.targets import shims
