@@ -23,7 +23,14 @@ from swaleak.cli_app import (
     print_report,
     time_limit,
 )
-from swaleak.cli_cases import about, open_targets, start_torch, target_output, trace_strategies
+from swaleak.cli_cases import (
+    about,
+    is_patched,
+    open_targets,
+    start_torch,
+    target_output,
+    trace_strategies,
+)
 from swaleak.cli_options import (
     MAX_REPEATS,
     Contract,
@@ -215,7 +222,13 @@ def check(
             batch = cli_cases.chosen_cases(chosen, every, ["shipped"], page_size)
         else:
             batch = cli_cases.catalogue_cases(every, ["shipped"], page_size, latent=strict)
-        report = check_report(about(opened), batch.cases, before[0].name if before else None)
+        baselines: dict[str, str] = {}
+        if before:
+            judged = [target for target in opened if not patch or is_patched(target)]
+            baselines = {target.name: before[0].name for target in judged}
+        elif patch:
+            baselines = {b.name: a.name for a, b in zip(opened[::2], opened[1::2], strict=True)}
+        report = check_report(about(opened), batch.cases, baselines)
     finish(report.with_notes(batch.notes), format, output)
 
 

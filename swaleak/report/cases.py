@@ -5,9 +5,10 @@ What went wrong is said in sentences: who lost what, what was refused, what was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from swaleak.checker.case import Case, change, passes
 from swaleak.errors import counted, plural
 from swaleak.report.model import (
     SHIPPED,
@@ -29,8 +30,7 @@ from swaleak.report.model import (
 )
 
 if TYPE_CHECKING:
-    from swaleak.check.case import Case
-    from swaleak.check.picture import Page
+    from swaleak.checker.compare import Page
 
 OPEN_GROUP = "The group is still open; what waits for its end is not judged."
 
@@ -76,22 +76,33 @@ def verify_report(about: About, cases: Sequence[Case]) -> Report:
     return _report("verify", about, cases, sections, _as_declared, "as declared")
 
 
-def check_report(about: About, cases: Sequence[Case], left_out: int) -> Report:
-    """A row per scenario, a column per target. With patches, only patched targets are judged.
+def check_report(about: About, cases: Sequence[Case], baselines: Mapping[str, str]) -> Report:
+    """A row per scenario, a column per target. ``baselines``: of a target, by their labels.
 
-    ``left_out``: how many latent scenarios were not run.
+    Where there are baselines, only the targets that have one are judged.
     """
     columns = {case.target: _short(case.target) for case in cases}
+    of = {(c.scenario.name, c.page_size, c.target): c for c in cases}
+
+    def before(case: Case) -> Case | None:
+        return of.get((case.scenario.name, case.page_size, baselines.get(case.target, "")))
+
+    def changed(case: Case) -> str:
+        return change(case, before(case)) if case.target in baselines else ""
+
     lines = [*failures(cases), *_by_target(cases, _refusal), *_substitutions(cases), *_marks(cases)]
-    lines += _baseline(about, cases)
-    if left_out:
-        latent = counted(left_out, "latent scenario")
-        lines.append(f"{latent} left out; --strict judges by {plural('it', left_out)} too.")
-    grid = _matrix(cases, columns, lambda case: case.target, series=True)
+    lines += _compared(cases, baselines, changed)
+    grid = _matrix(cases, columns, lambda case: case.target, changed, series=True)
     refused = any(case.verdict == "refused" and case.safe for case in cases)
     wanted = "clean, or refused as misuse" if refused else "clean"
+    if any(changed(case) == "unchanged" for case in cases):
+        wanted += ", or no worse than before"
     sections = [Section("", grid, tuple(lines))]
-    return _report("check", about, cases, sections, lambda case: case.safe, wanted)
+    return _report(
+        *("check", about, cases, sections, lambda case: passes(case, before(case)), wanted),
+        judged=baselines.keys() or columns.keys(),
+        more=lambda case: {"change": changed(case)} if changed(case) else {},
+    )
 
 
 def explain(cases: Sequence[Case]) -> list[str]:
@@ -120,16 +131,17 @@ def failures(cases: Sequence[Case]) -> list[str]:
     return _by_target(cases, lambda case: "" if case.safe else "; ".join(_facts(case)))
 
 
-def cell_of(cases: Sequence[Case]) -> Cell:
+def cell_of(cases: Sequence[Case], note: Callable[[Case], str] = lambda _: "") -> Cell:
     """Return one cell for a case at all its page sizes; of a failure, only where it fails.
 
-    ``!`` marks what was not declared.
+    ``!`` marks what was not declared. ``note``: what else to say of a case.
     """
 
     def outcome(case: Case) -> str:
         counts = f"{case.physical}/{case.mapped}"
         text = {"clean": f"ok {counts}", "refused": "refused"}.get(case.verdict)
-        return ("" if case.as_declared else "!") + (text or f"{counts} {case.verdict}")
+        text = ("" if case.as_declared else "!") + (text or f"{counts} {case.verdict}")
+        return text if note(case) in ("", "clean") else f"{text} {note(case)}"
 
     worst_first = sorted(cases, key=lambda case: case.safe)
     shown = grouped((outcome(case), case) for case in worst_first)
@@ -153,7 +165,7 @@ def case_json(case: Case) -> dict[str, Any]:
         "origin": case.origin,
         "page_size": case.page_size,
         **run_json(run),
-        "declared": case.declared.verdict if case.declared else None,
+        "declared": case.declared.verdict,
         "as_declared": case.as_declared,
         "known": case.known.when if case.known else None,
     }
@@ -165,7 +177,7 @@ def case_json(case: Case) -> dict[str, Any]:
         "raised": run.raised,
         "open_group": case.open_group,
         "unmet": list(run.unmet),
-        "healed": [{"step": at} | violations_json([v])[0] for at, v in _healed(case)],
+        "healed": [{"step": at} | violations_json([v])[0] for at, v in case.run.healed],
         "substituted": dict(run.substituted),
         "steps": steps,
     }
@@ -194,14 +206,20 @@ def _report(
     about: About,
     cases: Sequence[Case],
     sections: Sequence[Section],
-    passes: Callable[[Case], bool],
+    accepts: Callable[[Case], bool],
     wanted: str,
+    judged: Container[str] = (),
+    more: Callable[[Case], dict[str, Any]] = lambda _: {},
 ) -> Report:
-    """Judge the cases (with patches, only those of the patched targets), and put that first."""
+    """Judge the cases, and put that first.
+
+    ``judged``: the targets that count; without any, the patched ones if there are some.
+    ``more``: what else the JSON says of a case.
+    """
+    judged = judged or about.patched or {case.target for case in cases}
     tests = []
     for case in cases:
-        judged = not about.patched or case.target in about.patched
-        tests.append(_test_result(case, passes(case) if judged else None))
+        tests.append(_test_result(case, accepts(case) if case.target in judged else None))
     passed = [test.passed for test in tests if test.passed is not None]
     runs, failed = counted(len(passed), "run"), passed.count(False)
     verdict = (
@@ -209,16 +227,14 @@ def _report(
         if failed
         else Cell(f"{runs}, {'all ' * (len(passed) > 1)}{wanted}.", "green")
     )
-    results = [case_json(case) for case in cases]
+    results = [case_json(case) | more(case) for case in cases]
     return about.report(command, not failed, sections, results, verdict=verdict, tests=tuple(tests))
 
 
 def _test_result(case: Case, passed: bool | None) -> TestResult:
     text = ""
     if passed is False:
-        wanted = "clean" if case.scenario.reach == "production" else "clean or refused"
-        wanted = case.declared.verdict if case.declared else wanted
-        outcome = f"declared: {wanted}; came out: {case.verdict}"
+        outcome = f"declared: {case.declared.verdict}; came out: {case.verdict}"
         text = "\n".join([case.scenario.title, outcome, *explain([case])])
     return TestResult(
         case.target,
@@ -233,7 +249,7 @@ def _test_result(case: Case, passed: bool | None) -> TestResult:
 
 def _repro_row(about: About, case: Case) -> tuple[Cell, ...]:
     on_patched = case.target in about.patched and case.origin == "grafted"
-    declared = case.declared.verdict if case.declared else "-"
+    declared = case.declared.verdict
     return cells(
         _strategy(case),
         "on patched" if on_patched else case.origin,
@@ -249,6 +265,7 @@ def _matrix(
     cases: Sequence[Case],
     columns: dict[str, str],
     column: Callable[[Case], str],
+    note: Callable[[Case], str] = lambda _: "",
     *,
     series: bool = False,
 ) -> Grid:
@@ -256,7 +273,8 @@ def _matrix(
     found = grouped(((case.scenario.name, column(case)), case) for case in cases)
     names = dict.fromkeys(case.scenario.name for case in cases)
     rows = (
-        cells(name, *(cell_of(found.get((name, key), ())) for key in columns)) for name in names
+        cells(name, *(cell_of(found.get((name, key), ()), note) for key in columns))
+        for name in names
     )
     return Grid(("scenario", *columns.values()), tuple(rows), series=series)
 
@@ -267,16 +285,16 @@ def _facts(case: Case) -> list[str]:
     facts = [*run.unmet]
     if run.raised:
         facts.append(f"step {run.failed_at} {case.verdict}: {run.raised}")
-    if wrong := violations_text(run.audit.violations):
+    if wrong := violations_text(run.comparison.violations):
         since = "" if run.raised or not run.failed_at else f"from step {run.failed_at}: "
         facts.append(since + wrong)
-    for at, healed in grouped(_healed(case)).items():
+    for at, healed in grouped(case.run.healed).items():
         facts.append(f"at step {at}: {violations_text(healed)}; healed by the end")
     if run.repeats > 1:
         lost = _lost_per_round(case)
         pages = f"{lost:g} SWA {plural('page', lost)}"
         facts.append(f"{pages} lost per round, over {run.repeats:,} rounds")
-    if run.starved:
+    if run.exhausted:
         facts.append(f"a pool was exhausted in round {run.repeats:,}")
     if facts and case.known and case.as_declared:
         facts[-1] += f" ({case.known})"
@@ -285,21 +303,17 @@ def _facts(case: Case) -> list[str]:
 
 def _mismatch(case: Case) -> list[str]:
     """Return the line that says what was declared, where something else came out."""
-    if case.as_declared or not case.declared:
+    if case.as_declared:
         return []
     if case.verdict != case.declared.verdict:
         return [f"{case.verdict} (MISMATCH: declared {case.declared.verdict})"]
     if case.run.unmet:
         return []
     counts = f"{case.verdict}, physical {case.physical}, mapped {case.mapped}"
-    kinds = dict.fromkeys(violation.kind for violation in case.run.audit.violations)
+    kinds = dict.fromkeys(violation.kind for violation in case.run.comparison.violations)
     once = " for one round" if case.run.repeats > 1 else ""
     declared = outcome_text(case.declared) + once
     return [f"{', '.join([counts, *kinds])} (MISMATCH: declared {declared})"]
-
-
-def _healed(case: Case) -> tuple[tuple[int, Any], ...]:
-    return getattr(case.run, "healed", ())
 
 
 def _lost_per_round(case: Case) -> float:
@@ -354,6 +368,26 @@ def _baseline(about: About, cases: Iterable[Case]) -> list[str]:
     verb = plural("is", len(names))
     judged = "only the patched sources are judged"
     return [f"{' and '.join(names)} {verb} shown for comparison; {judged}."]
+
+
+def _compared(
+    cases: Sequence[Case], baselines: Mapping[str, str], changed: Callable[[Case], str]
+) -> list[str]:
+    """Return the lines that say what the baseline is, and what differs from it."""
+    lines = []
+    names = dict.fromkeys(_short(name) for name in baselines.values())
+    if names:
+        judged = " and ".join(dict.fromkeys(_short(name) for name in baselines))
+        verb = plural("is", len(names))
+        lines.append(
+            f"{' and '.join(names)} {verb} shown for comparison; only {judged} "
+            f"{plural('is', len(baselines))} judged, by the latent scenarios only for what is new."
+        )
+    for what in ("new", "fixed", "unchanged"):
+        found = dict.fromkeys(case.scenario.name for case in cases if changed(case) == what)
+        if found:
+            lines.append(f"{what}: {', '.join(found)}")
+    return lines
 
 
 def _marks(cases: Iterable[Case]) -> list[str]:

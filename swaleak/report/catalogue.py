@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from swaleak.errors import counted
 from swaleak.report.model import Grid, Report, Section, cells, outcome_text
-from swaleak.script.ops import describe
-from swaleak.script.scenario import Known, Outcome, Scenario
+from swaleak.scenario.toml import Known, Outcome, Scenario
 
 
 def list_report(catalogue: list[Scenario]) -> Report:
@@ -15,7 +15,7 @@ def list_report(catalogue: list[Scenario]) -> Report:
     rows = tuple(cells(s.name, s.reach, s.title) for s in catalogue)
     lines = (
         "production: seen in a server. latent: only the allocator's contract allows it.",
-        "tree/…: for the radix caches of an installed SGLang, not for an allocator alone.",
+        "tree/…: of the radix caches, which make the calls on the allocator.",
         "`swaleak show NAME` tells the story, `swaleak repro NAME` replays it.",
     )
     body = {"results": [_scenario_json(s) for s in catalogue]}
@@ -30,10 +30,13 @@ def show_report(scenario: Scenario) -> Report:
         about.append(
             "public record: " + ", ".join(f"sgl-project/sglang {u}" for u in scenario.upstream)
         )
+    if scenario.caches:
+        window = counted(scenario.window, "page")
+        about.append(f"caches: {', '.join(scenario.caches)}, a sliding window of {window}")
     about.append("page sizes: " + ", ".join(map(str, scenario.page_sizes)))
     about.append(f"pools: {scenario.full_pages} full pages, {scenario.swa_pages} SWA pages")
     story = tuple(textwrap.wrap(" ".join(scenario.story.split()), 78)) or ("(no story)",)
-    steps = tuple(cells(i, describe(step)) for i, step in enumerate(scenario.steps, start=1))
+    steps = tuple(cells(i, str(step)) for i, step in enumerate(scenario.steps, start=1))
     declared = [f"{name}: {outcome_text(o)}" for name, o in scenario.expect.items()]
     declared += ["every other strategy: clean"] if "every" not in scenario.expect else []
     declared += [
@@ -72,10 +75,11 @@ def _scenario_json(scenario: Scenario) -> dict[str, Any]:
         "title": scenario.title,
         "story": " ".join(scenario.story.split()),
         "upstream": list(scenario.upstream),
+        "caches": list(scenario.caches),
         "page_sizes": list(scenario.page_sizes),
         "full_pages": scenario.full_pages,
         "swa_pages": scenario.swa_pages,
-        "steps": [describe(step) for step in scenario.steps],
+        "steps": [str(step) for step in scenario.steps],
         "expect": {name: _outcome_json(o) for name, o in scenario.expect.items()},
         "known": [_known_json(known) for known in scenario.known],
     }

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from swaleak.errors import page_list, plural
-from swaleak.script.ops import describe
 
 if TYPE_CHECKING:
-    from swaleak.check.audit import Violation
-    from swaleak.check.replay import Run, Step
-    from swaleak.script.scenario import Outcome
+    from swaleak.checker.compare import Violation
+    from swaleak.checker.run import Run, StepResult
+    from swaleak.scenario.toml import Outcome
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -224,17 +223,17 @@ def run_json(run: Run) -> dict[str, Any]:
     return {"verdict": run.verdict, **_counts_json(run)}
 
 
-def step_json(number: int, step: Step) -> dict[str, Any]:
+def step_json(number: int, step: StepResult) -> dict[str, Any]:
     """Return one step of a run that has kept them, and what was found after it."""
-    return {"step": number, "op": describe(step.op), **_counts_json(step)}
+    return {"step": number, "op": str(step.step), **_counts_json(step)}
 
 
-def step_cells(number: int, step: Step) -> tuple[Cell, ...]:
+def step_cells(number: int, step: StepResult) -> tuple[Cell, ...]:
     """Return a step, and the SWA pages in use and mapped after it."""
-    return cells(number, describe(step.op), step.audit.physical, step.audit.mapped)
+    return cells(number, str(step.step), step.comparison.physical, step.comparison.mapped)
 
 
-def _counts_json(of: Run | Step) -> dict[str, Any]:
-    seen = of.audit
+def _counts_json(of: Run | StepResult) -> dict[str, Any]:
+    seen = of.comparison
     violations = violations_json(seen.violations)
     return {"physical": seen.physical, "mapped": seen.mapped, "violations": violations}

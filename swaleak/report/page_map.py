@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from swaleak.errors import counted, page_list, plural
 from swaleak.report.cases import OPEN_GROUP
 from swaleak.report.model import Cell, Grid, Section, cells, grouped, step_cells, violation_text
-from swaleak.script import ops
-from swaleak.script.ops import describe
+from swaleak.scenario import steps
 
 if TYPE_CHECKING:
-    from swaleak.check.case import Case
-    from swaleak.check.picture import Page
-    from swaleak.check.replay import Run, Step
+    from swaleak.checker.case import Case
+    from swaleak.checker.compare import Page
+    from swaleak.checker.run import Run, StepResult
 
 WIDTH = 80  # columns
 STEP_WIDTH = 26  # columns of a step; what is longer is folded
@@ -90,7 +89,7 @@ def fault(page: Page, in_group: bool) -> str:
 
 def wrong_step(run: Run) -> int | None:
     """Return the index of the first step after which something was wrong, or that failed."""
-    bad = next((i for i, step in enumerate(run.steps) if step.audit.violations), None)
+    bad = next((i for i, step in enumerate(run.steps) if step.comparison.violations), None)
     if bad is None and run.verdict == "error":
         return len(run.steps) - 1
     return bad
@@ -109,12 +108,12 @@ def sentence(run: Run) -> str:
     clauses = _Change(run.steps, at).clauses()
     if run.raised and at == len(run.steps) - 1:
         clauses.append(f"the allocator raised {run.raised}")
-    counts = f"{counted(step.audit.physical, 'SWA page')} in use, {step.audit.mapped} mapped."
-    return f"Step {at + 1}, {describe(step.op)}: {'; '.join(clauses)}. {counts}"
+    counts = f"{counted(step.comparison.physical, 'SWA page')} in use, {step.comparison.mapped} mapped."
+    return f"Step {at + 1}, {str(step.step)}: {'; '.join(clauses)}. {counts}"
 
 
-def _by_page(steps: Iterable[Step]) -> list[dict[int, Page]]:
-    return [{page.page: page for page in step.pages} for step in steps]
+def _by_page(results: Iterable[StepResult]) -> list[dict[int, Page]]:
+    return [{page.page: page for page in result.pages} for result in results]
 
 
 def _is_freed(page: Page | None) -> bool:
@@ -124,9 +123,9 @@ def _is_freed(page: Page | None) -> bool:
 class _Change:
     """What one step changed, explained by the pages of the steps before it."""
 
-    def __init__(self, steps: Sequence[Step], at: int) -> None:
-        self.step = steps[at]
-        self.rows = _by_page(steps[: at + 1])
+    def __init__(self, results: Sequence[StepResult], at: int) -> None:
+        self.step = results[at]
+        self.rows = _by_page(results[: at + 1])
 
     def clauses(self) -> list[str]:
         """Return what was freed that should not be, what is lost, and what else is wrong."""
@@ -147,7 +146,7 @@ class _Change:
                 are, it = plural("is", len(group)), plural("it", len(group))
                 clauses.append(f"{page_list(group)}{whose} {are} {what.format(it=it)}")
         explained = {*freed, *leaked, *stale}
-        for v in self.step.audit.violations:
+        for v in self.step.comparison.violations:
             of_node = v.owner in victims or (v.kind == "stale" and stale)
             of_page = v.kind in ("leak", "dangling") and explained.issuperset(v.pages)
             if not of_node and not (v.pool == "swa" and of_page):
@@ -160,7 +159,7 @@ class _Change:
         first = {self._first(page) for page in pages}
         giver = first.pop() if len(first) == 1 else owner
         freed, it = page_list(pages), plural("it", len(pages))
-        if self.step.op == ops.Group("end") and lost:
+        if self.step.step == steps.Group("end") and lost:
             whose = f"{giver}'s" if giver != owner else "its new"
             peer = plural("peer", len(lost))
             return f"the flush looked up {owner}'s {peer}, found {whose} {freed}, and freed {it}"
@@ -252,7 +251,7 @@ class _PageMap:
 
     def _room(self) -> int:
         """Return the columns that are left for pages, each with a blank behind it."""
-        step = max([len("step"), *(len(describe(step.op)) for step in self.steps)])
+        step = max([len("step"), *(len(str(step.step)) for step in self.steps)])
         number = len(str(len(self.steps))) + 1
         taken = (number, min(step, STEP_WIDTH), len("used"), len("mapped"))
         return WIDTH - 2 - sum(taken) - (len(taken) - 1)
