@@ -324,7 +324,7 @@ def bench(
         from functools import cache
 
         from swaleak.benchmark import measure, statistics
-        from swaleak.device import choose_device
+        from swaleak.targets.open import choose_device
         from swaleak.report.bench import bench_report
         from swaleak.report.progress import with_bar
 
@@ -510,12 +510,12 @@ def explore(
     part = shard_of(shard)
     with target_output():
         start_torch()
-        from swaleak.device import choose_device
+        from swaleak.targets.open import choose_device
         from swaleak.report.explore import explore_report
         from swaleak.report.progress import ProgressLine
         from swaleak.search.legal import Rules
         from swaleak.search.survey import AtRandom, Exhaustive, Where, has_segments, survey
-        from swaleak.target import strategy_of
+        from swaleak.targets.open import strategy_of
 
         target = open_one(on, choose_device(device), patch)
         ships = "shipped" in target.strategies()

@@ -22,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandFunctionType
 
 from swaleak.cli_options import Format
-from swaleak.errors import Interrupted, SwaleakError, UsageError
+from swaleak.errors import Interrupted, StandInError, SwaleakError, UsageError
 
 if TYPE_CHECKING:
     from swaleak.report.model import Report
@@ -223,7 +223,7 @@ def run(app: typer.Typer) -> NoReturn:
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
-    except SwaleakError as error:
+    except (SwaleakError, StandInError) as error:
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):  # before any command
         _fail(str(Interrupted()), Interrupted.exit_code)

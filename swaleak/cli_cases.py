@@ -57,18 +57,12 @@ def open_targets(names: Sequence[str], device: str, patches: list[str] | None = 
     Raises ``UsageError`` for a name that means nothing or a device that is not there,
     ``TargetError`` for a target that cannot be loaded.
     """
+    if not all(name.strip() for name in names):
+        raise UsageError("a target without a name; name one, such as builtin, 0.5.18 or a path")
     start_torch()
-    from swaleak.targets.open import choose_device, open_target
+    from swaleak.targets import open as targets
 
-    on_device = choose_device(device)
-    opened = []
-    for name in dict.fromkeys(names):
-        if not name.strip():
-            raise UsageError("a target without a name; name one, such as builtin, 0.5.18 or a path")
-        opened.append(open_target(name, on_device))
-        if patches:
-            opened.append(open_target(name, on_device, patches))
-    return opened
+    return targets.open_targets(names, targets.choose_device(device), patches)
 
 
 def strategies_of(target: Target, asked: list[str] | None) -> list[str]:

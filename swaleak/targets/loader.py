@@ -41,6 +41,7 @@ class ModuleLoader:
         self.stand_ins: dict[str, str] = {}
         self.touched: set[str] = set()
         self.builtins = {**vars(builtins), "__import__": self.import_}
+        self.helpers_patched = any(path.startswith(f"{UTILS}/") for path in tree.patched)
         self.triton = device.startswith("cuda") and importlib.util.find_spec("triton") is not None
 
     @cached_property
@@ -130,7 +131,8 @@ class ModuleLoader:
             self.modules.pop(name)
             if isinstance(error, TargetError | KeyboardInterrupt):
                 raise
-            reason = f"{path} cannot be loaded: {format_error(error)}"
+            said = str(error) if isinstance(error, StandInError) else format_error(error)
+            reason = f"{path} cannot be loaded: {said}"
             if isinstance(error, SyntaxError) and error.filename == filename:
                 reason = f"{path}:{error.lineno}: {error.msg}"
             raise TargetError(f"{self.tree.label}: {reason}") from None
@@ -165,7 +167,7 @@ class StandInModule(ModuleType):
         """Return what stands in for a name, and how."""
         loader, path = self._loader, self._loader.path(self.__name__)
         known = shims.names_in(self.__name__, loader.device)
-        if name in known and path not in loader.tree.patched:
+        if name in known and not loader.helpers_patched:
             return known[name], "shim"
         if self._define(name):
             return self.__dict__[name], "definition"

@@ -51,18 +51,25 @@ class Placeholder:
         return False
 
     __subclasscheck__ = __instancecheck__
-    __hash__ = object.__hash__
 
     def _annotation(self, _: object) -> Placeholder:
         return self
 
     __or__ = __ror__ = __getitem__ = _annotation
 
+    def __eq__(self, other: object) -> bool:
+        modules = (type(other).__module__, getattr(other, "__module__", ""))
+        if "typing" in modules:  # which looks for its own forms in annotations
+            return NotImplemented
+        return bool(self._used())
+
+    __hash__ = object.__hash__
+
     def _used(self, *_: object, **__: object) -> Any:
         raise StandInError(f"it uses {self._name}, which swaleak does not provide")
 
     __call__ = __iter__ = __bool__ = __len__ = __contains__ = __mro_entries__ = _used
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __enter__ = __exit__ = _used
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __enter__ = __exit__ = _used
     __int__ = __index__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = _used
     __mul__ = __rmul__ = __floordiv__ = __mod__ = __and__ = __rand__ = __setitem__ = _used
 

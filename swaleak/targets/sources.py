@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import importlib.metadata
 import importlib.util
 import io
 import os
@@ -48,20 +47,21 @@ _NOT_RUN = re.compile(
 )
 
 # release -> SHA-256 of the files that are read of it, see ``digest``; docs/digests.py writes it
-RELEASES = {
-    "0.5.13.post1": "4ffd339d33eb165ca38ca41c21029017e7a76fa429f27de251f298f6e219f906",
-    "0.5.14": "cac9bdbdc2eff5f3b57ea3d9ba805b9cc08f52edaee0a96ffc00b31ba689a967",
-    "0.5.15.post1": "7a9f4472a45197fbd08092da4842c1e4f85c1da33368c5ac8307a76197ece604",
-    "0.5.16": "9d0550fcf6bb89dcc06a206e8a1177cbe33fcd0b6bdd466215558cd6298070b6",
-    "0.5.17": "153a2f0b72c21b770f26dfd431e56ecd71ca182edef0c933abec23e39d75838c",
-    "0.5.18": "386d8d230157cbed9194a2c24784eb54141345bdbfe963fc74513dc3f622e212",
-    "0.5.19": "1d4aaaade1425d74c02c27f5b6961711bdcf71d18a128190281208c75be725e0",
-    "0.5.20": "52516026540e68aad447d6ff3fa75ad3bd018920bd2a048b57057bfd84f099cb",
-    "0.5.21": "8f29e34fd823253526a943f2c38891f4e084b3c36f3d24bb36367ec51205abdd",
-    "0.5.22": "348bbb465b5180c6cb7ccfb02741c52113c52a1ff1ab763f831881d2f0798867",
-    "0.5.23": "425fc8cdba9aae2cf57c59db08d79ef99f86326b5c3da70d06515b6bdc974fdf",
+DIGESTS = {
+    "0.5.13.post1": "7f0901d3a7429cdb6d2b7d242f69fdebfba8e9786318449b1ada6be15f0146d0",
+    "0.5.14": "70336b7d0c021f378b9a4f26f72b9e471e1bb6eb174a2bc90ea7c4f529887c71",
+    "0.5.15.post1": "817476e44e9cb2064bced8a37be2524a63f8b670454ed7083c987a3376da3214",
+    "0.5.16": "2004193cd551b2407dfcd0a6831b7095a372d6760295a7c9ed67120f2010cc2d",
+    "0.5.17": "91164b1bde7e58e4b6f1452fa3360a50c2d61f32547dd2feddcc3795b70431d7",
+    "0.5.18": "9ef6ab88394d5004e2dcb9e0a71833836d018c5594ca224c49ecce346e67f071",
+    "0.5.19": "cee10c1451ea3ab1b649fc83c849ff4c7e76e53d2cc0c51c55ff4b41143c1ce5",
+    "0.5.20": "043ecea8f14111d873b6a50c2598ed4b05acdd3277cfdad160bab50f29758068",
+    "0.5.21": "422303b7ec20982fa4b00f62e21d781eb20e2571b7dff9ad744ffd66f09b4ef0",
+    "0.5.22": "0f049c7e51cfaa060a1e71468850b1dd4aa1fd46cea2638142d07346af5c6ee6",
+    "0.5.23": "10353ffb874deb5f4f7b2257310758a5b4b05b15955b484adbc9f44090c89696",
 }
-FIRST = next(iter(RELEASES))  # the first release with the allocator package
+RELEASES = tuple(DIGESTS)
+FIRST = RELEASES[0]  # the first release with the allocator package
 
 # SGLang's wheels are for CPython 3.11 on Linux; sources are all that is read, so that one will do
 _ANY_WHEEL = (
@@ -133,6 +133,7 @@ def from_folder(path: Path) -> SourceTree:
         for folder, _, names in os.walk(root / "sglang")
         for name in names
     ]
+    found += [path.relative_to(root).as_posix() for path in root.glob("*.dist-info/METADATA")]
     tree, said = _pick(found, lambda name: (root / name).read_bytes(), str(path))
     described = _describe(root)
     tagged = re.fullmatch(r"v(\d[\w.]*)", described or "")
@@ -146,10 +147,7 @@ def from_installed() -> SourceTree:
     package = _installed()
     if package is None:
         raise UsageError("SGLang is not installed here; name a release, a wheel or a checkout")
-    tree = from_folder(package.parent)
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return _as_release(tree, importlib.metadata.version("sglang"))
-    return tree
+    return from_folder(package.parent)
 
 
 def from_release(name: str) -> SourceTree:
@@ -166,7 +164,7 @@ def from_release(name: str) -> SourceTree:
     if kept.is_file():
         with contextlib.suppress(TargetError):
             tree = _released(_read_wheel(kept)[0], version)
-            if RELEASES.get(version, digest(tree.files)) == digest(tree.files):
+            if DIGESTS.get(version, digest(tree.files)) == digest(tree.files):
                 return tree  # else it was damaged on the disk: fetch it again
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -261,9 +259,9 @@ def _as_release(tree: SourceTree, version: str | None) -> SourceTree:
     """Return the tree as the release that it says it is, if its files are those of the release."""
     if version is None:
         return replace(tree, version=None, label=f"sglang at {tree.place}")
-    if RELEASES.get(version) == digest(tree.files):
+    if DIGESTS.get(version) == digest(tree.files):
         return replace(tree, version=version, label=f"sglang {version}")
-    changed = "changed, " if version in RELEASES else ""
+    changed = "changed, " if version in DIGESTS else ""
     return replace(tree, version=None, label=f"sglang {version} ({changed}{tree.place})")
 
 
