@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swaleak.script import catalogue
-from swaleak.script.scenario import Scenario
-from swaleak.script.write import to_toml
+from swaleak.scenario import catalogue
+from swaleak.scenario.scenario import Scenario
+from swaleak.scenario.write import to_toml
 from swaleak.targets import loader
 from swaleak.targets.patch import split
 from swaleak.targets.sources import ALLOCATOR, SourceTree

@@ -24,12 +24,12 @@ from torch import Tensor
 from swaleak.allocator.mapping import plain
 from swaleak.check.audit import audit
 from swaleak.check.player import Player
-from swaleak.device import free_memory
+from swaleak.targets.open import free_memory
 from swaleak.errors import RAISED, SwaleakError, UsageError, unknown
 from swaleak.script import ops
 from swaleak.script.ops import Op
 from swaleak.script.scenario import MAX_SLOTS, check_page_size
-from swaleak.target import SHIPPED, STRATEGY_NAMES, Sizes, Target, strategy_of
+from swaleak.targets.open import SHIPPED, STRATEGY_NAMES, Sizes, Target, strategy_of
 
 ROUNDS_PER_ALLOCATOR = 25  # where in memory an allocator lies is worth up to 2 %
 UNTIMED_GROUPS = 3  # that a new allocator runs first

@@ -58,8 +58,8 @@ class Placeholder:
     __or__ = __ror__ = __getitem__ = _annotation
 
     def __eq__(self, other: object) -> bool:
-        modules = (type(other).__module__, getattr(other, "__module__", ""))
-        if "typing" in modules:  # which looks for its own forms in annotations
+        # no class is this one; and ``typing`` looks for its own forms among annotations
+        if isinstance(other, type) or type(other).__module__ == "typing":
             return NotImplemented
         return bool(self._used())
 
