@@ -48,6 +48,7 @@ from swaleak.cli_options import (
     Timeout,
     Trace,
     TraceStrategies,
+    complete_releases,
     complete_scenarios,
     complete_targets,
     file_path,
@@ -349,6 +350,15 @@ def bench(
     finish(report, format, output, 130 if interrupted else 0)
 
 
+def _release(text: str) -> str:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(text.removeprefix("v")))
+    except InvalidVersion:
+        raise UsageError(f"--release {text}: no release, as 0.5.18 is one") from None
+
+
 @app.command()
 def diagnose(
     log: Annotated[
@@ -363,10 +373,20 @@ def diagnose(
             help="Of the server; not used where the log says it.",
         ),
     ] = None,
+    release: Annotated[
+        str | None,
+        typer.Option(
+            "--release",
+            metavar="X",
+            help="Of SGLang, as 0.5.18; not used where the log says it.",
+            autocompletion=complete_releases,
+            parser=_release,
+        ),
+    ] = None,
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
-    """Find leak messages in a server log: slots, pages, what they mean, which faults fit.
+    """Find leak messages in a server log: slots, pages, which known faults fit, and what to do.
 
     A log may be coloured, in UTF-16 or packed with gzip.
 
@@ -378,15 +398,15 @@ def diagnose(
     file_path(log)
     if log == "-" and sys.stdin.isatty():
         raise UsageError("diagnose: name a log file, or pipe one in")
-    from swaleak.diagnose.log import diagnose
+    from swaleak.log_diagnosis.parser import diagnose
     from swaleak.report.diagnose import diagnose_report
 
     try:
         if log == "-":
-            found = diagnose(sys.stdin.buffer, page_size)
+            found = diagnose(sys.stdin.buffer, page_size, release)
         else:
             with open(log, "rb", buffering=0) as file:
-                found = diagnose(file, page_size)
+                found = diagnose(file, page_size, release)
     except OSError as error:
         raise UsageError(f"{log}: {error.strerror or error}") from None
     name = "standard input" if log == "-" else log

@@ -34,6 +34,11 @@ def complete_targets(incomplete: str) -> list[str]:
     return _names(TARGETS, incomplete) + _paths(incomplete, ".whl")
 
 
+def complete_releases(incomplete: str) -> list[str]:
+    """Return releases of SGLang."""
+    return _names(RELEASES, incomplete)
+
+
 def _names(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 

@@ -29,7 +29,7 @@ ROOMS = (
     "check",
     "search",
     "benchmark",
-    "diagnose",
+    "log_diagnosis",
     "report",
     "cli_app",
     "cli_options",
