@@ -110,6 +110,10 @@ class Execution:
         check_room(step, self.shadow)
         self.make(step)
 
+    def is_legal(self, step: Step) -> bool:
+        """Whether a step makes sense now."""
+        return refusal(step, self.shadow) is None
+
     def make(self, step: Step) -> None:
         """Make the calls of a step that is known to be legal."""
         for call in step.lower(self.shadow):
