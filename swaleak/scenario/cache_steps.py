@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from swaleak.scenario.steps import MAX_SLOTS, Expect, Group, Step
+from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS
+from swaleak.scenario.steps import Expect, Group, Step
 
 MAX_PROMPT_PAGES = 1000
 LETTER_STEPS = ("alloc", "insert", "match", "lock", "unlock")
@@ -26,7 +27,7 @@ class CacheStep(Step, frozen=True):
         """Return why its value cannot be used, None if it can."""
         value = self.value
         if isinstance(value, int):
-            in_range = 1 <= value <= MAX_SLOTS // 4096
+            in_range = 1 <= value <= MAX_SLOTS // MAX_PAGE_SIZE
             return None if in_range else f"{self.key}: must be a whole number from 1"
         if value.isalpha() and value.isascii() and len(value) <= MAX_PROMPT_PAGES:
             return None

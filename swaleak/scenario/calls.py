@@ -16,7 +16,12 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from msgspec import Meta, Struct
 
+SCHEMA = "swaleak-trace/1"
+MAX_SLOTS = 2**31  # of a pool
+MAX_PAGE_SIZE = 4096
 Number = Annotated[int, Meta(ge=0, lt=2**62)]
+Count = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
+PageSize = Annotated[int, Meta(ge=1, le=MAX_PAGE_SIZE)]
 Slots = tuple[tuple[Number, Number], ...]  # (first number, count)
 
 
@@ -432,15 +437,15 @@ CALLS: tuple[type[Call], ...] = (
 )
 
 
-class Header(Struct, frozen=True, forbid_unknown_fields=True):
+class Header(Struct, frozen=True, tag_field="schema", tag=SCHEMA, forbid_unknown_fields=True):
     """What a trace's calls were made on. Pool sizes are pages, without the padding page.
 
     ``sglang``: its version, if known. ``fix``: the strategy that the plugin had grafted on it.
     """
 
-    page_size: int
-    full_pages: int
-    swa_pages: int
+    page_size: PageSize
+    full_pages: Count
+    swa_pages: Count
     sglang: str | None = None
     rank: int = 0
     fix: str | None = None

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from msgspec import Meta, Struct, field
 
 from swaleak.scenario import calls
-from swaleak.scenario.calls import Call, Slots
+from swaleak.scenario.calls import MAX_SLOTS, Call, Count, Slots
 
 if TYPE_CHECKING:
     from swaleak.checker.shadow import Node, Shadow
 
-MAX_SLOTS = 2**31
 Name = Annotated[str, Meta(min_length=1, max_length=80)]
-Count = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
 FromZero = Annotated[int, Meta(ge=0, le=MAX_SLOTS)]
 
 

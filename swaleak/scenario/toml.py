@@ -20,10 +20,10 @@ from packaging.version import InvalidVersion, Version
 from swaleak.errors import ScriptError, UsageError, unknown
 from swaleak.scenario.cache_steps import CACHE_STEPS, CacheStep
 from swaleak.scenario.contract import CONTRACTS
-from swaleak.scenario.steps import MAX_SLOTS, STEPS, Count, FreeStep, FromZero, Step
+from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS, Count, PageSize
+from swaleak.scenario.steps import STEPS, FreeStep, FromZero, Step
 
 SCHEMA = 1
-MAX_PAGE_SIZE = 4096
 MAX_STEPS = 100_000
 STRATEGIES = ("eager", "deferred", "enqueue", "barrier")
 CACHES = ("swa", "unified")
@@ -126,7 +126,6 @@ def check_page_size(size: int) -> None:
 
 
 # the tables of a file, as msgspec checks them; docs/scenarios.md lists their keys
-PageSize = Annotated[int, Meta(ge=1, le=MAX_PAGE_SIZE)]
 PageSizes = Annotated[list[PageSize], Meta(min_length=1)]
 
 
