@@ -26,12 +26,16 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 SCALARS = (bool, int, float, str, type(None))
 
 
+class Length(int):
+    """How many items of a container follow."""
+
+
 def entries(value: object) -> Iterator[object]:
     """Yield tensors and plain values of an attribute, containers one by one with their length."""
     if isinstance(value, (Tensor, *SCALARS)):
         yield value
     elif isinstance(value, CONTAINERS):
-        yield len(value)
+        yield Length(len(value))
         for item in value.items() if isinstance(value, dict) else value:
             yield from entries(item)
 
@@ -88,9 +92,7 @@ class Snapshot:
     def restore(self) -> None:
         """Go back."""
         for live, attributes, held in self.parts:
-            if len(live) != len(attributes):
-                for name in live.keys() - attributes.keys():
-                    del live[name]
+            live.clear()  # attributes come and go, too
             live.update(attributes)
             for name, items in held:
                 live[name] = items[:] if type(items) is list else copy(items)

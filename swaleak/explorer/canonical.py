@@ -1,0 +1,397 @@
+"""States up to renaming: two states that differ in the names of nodes and in page numbers only
+have the same key.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any
+from zlib import crc32
+
+from torch import Tensor
+
+from swaleak.checker.shadow import Node, Shadow
+from swaleak.checker.snapshot import CONTAINERS, SCALARS, Length, entries
+from swaleak.errors import RAISED
+from swaleak.targets.driver import Driver
+
+Make = Callable[[int, int], Driver]  # full pages, SWA pages -> a fresh allocator
+
+Kind = str  # what the numbers in a queue are: one of the four below
+FULL_SLOT, SWA_SLOT, FULL_PAGE, SWA_PAGE = "full slots", "SWA slots", "full pages", "SWA pages"
+Kinds = dict[tuple[int, str], Kind]  # by part of the allocator and attribute
+Held = list[tuple[int, str, list[object]]]  # part, attribute, its entries
+Places = tuple[dict[int, int], dict[int, int]]  # full and SWA page -> where it is queued first
+
+# the free lists and the mapping, which are written page by page
+POOLS = frozenset({"full_to_swa_index_mapping", "free_pages", "release_pages"})
+_ABSENT, _POOL = object(), object()
+
+
+class Keys:
+    """Keys of one allocator's states.
+
+    ``kinds``: see ``queue_kinds``. ``latent``: whether steps may still refer to nodes that were
+    freed in a group; where they may not, states that differ in them only are the same.
+    """
+
+    def __init__(self, driver: Driver, kinds: Kinds, *, latent: bool) -> None:
+        self.driver = driver
+        self.kinds = kinds
+        self.latent = latent
+        state, size = driver.state(), driver.page_size
+        self.size = size
+        self.full_pages = frozenset(range(1, state.full_pages + 1))
+        self.swa_pages = frozenset(range(1, state.swa_pages + 1))
+        self.whole_rows = {p: [*range(p * size, p * size + size)] for p in self.swa_pages}
+        self.whole_rows[0] = [0] * size
+        mapping = _storage(state.mapping)
+        self.parts = []
+        for live in map(vars, driver.parts()):
+            start: dict[str, object] = {}
+            for name, value in live.items():
+                alias = isinstance(value, Tensor) and _storage(value) == mapping
+                start[name] = _POOL if alias or name in POOLS else _at_start(value)
+            self.parts.append((live, start))
+
+    def key(self, shadow: Shadow) -> bytes:
+        """Return 16 bytes that are equal for states that differ in names and page numbers only.
+
+        The state is written out with nodes in an order of their own (by what they hold and where
+        it is queued), and pages numbered in the order in which they are met on the way; the bytes
+        are a hash of that text. Equal texts mean equal states up to renaming; states that are
+        the same may have two texts, which costs time and nothing else.
+
+        *Which* pages are free does not matter, nor the order in which they will be handed out, as
+        long as nothing else refers to them: to hand out another one is a renaming. Once a free page
+        is also referred to by a node, a queue or the mapping, or is twice in its list, the list's
+        order is written out. What a queue holds is written out in order, item by item. One thing
+        is assumed: where an allocator sorts pages by their numbers before it puts them back, two
+        states that differ in numbers only end up with differently ordered lists; that can only
+        matter to an allocator which frees pages that something still refers to, and then at worst
+        hides an order behind another that reaches the same state.
+        """
+        state = self.driver.state()
+        mapping: list[int] = state.mapping.tolist()
+        no_location = mapping.pop()
+        held = self.held()
+        peers, torn = self._rows(mapping)
+        text = _Text(self.size, peers, torn)
+        text.numbers += (shadow.in_group, no_location)
+        nodes = self._nodes(shadow)
+        if len(nodes) > 1:
+            places = self._places(held)
+            nodes.sort(key=lambda entry: _signature(entry, peers, places))
+        for rank, _, node, node_peers in nodes:
+            text.node(rank, node, node_peers)
+        buffers = {}
+        if self.latent and shadow.buffers:
+            order = {name: at for at, (_, name, _, _) in enumerate(nodes)}
+            buffers = {
+                order[name]: _storage(buffer)
+                for name, buffer in shadow.buffers.items()
+                if name in order
+            }
+        for part, name, items in held:
+            text.attribute(part, name, items, self.kinds.get((part, name)), buffers)
+        text.rows_of_nobody()
+        text.free_list(state.full_free.tolist(), text.full, self.full_pages)
+        text.free_list(state.swa_free.tolist(), text.swa, self.swa_pages)
+        return blake2b(array("q", text.numbers).tobytes(), digest_size=16).digest()
+
+    def held(self) -> Held:
+        """Return what the allocator keeps beside pools and mapping, where it is not as it began."""
+        held: Held = []
+        for part, (live, start) in enumerate(self.parts):
+            absent = len(start) - len(live)
+            for name, value in live.items():
+                before = start.get(name, _ABSENT)
+                if before is value or before is _POOL:
+                    continue
+                if before is _ABSENT:
+                    absent += 1
+                elif type(before) is _Content:
+                    if before.is_of(value):
+                        continue
+                elif isinstance(value, SCALARS) and before == value:
+                    continue
+                held.append((part, name, [*entries(value)]))
+            if absent:
+                held += [(part, name, []) for name in start if name not in live]
+        if len(held) > 1:
+            held.sort(key=lambda entry: entry[:2])
+        return held
+
+    def kept(self, shadow: Shadow) -> dict[str, int]:
+        """Return the nodes whose index buffer the allocator still holds, with its length."""
+        if not shadow.buffers:
+            return {}
+        held = {
+            _storage(item) for _, _, items in self.held() for item in items if isinstance(item, Tensor)
+        }
+        return {
+            name: len(buffer)
+            for name, buffer in shadow.buffers.items()
+            if _storage(buffer) in held and (name in shadow.nodes or name in shadow.freed)
+        }
+
+    def _nodes(self, shadow: Shadow) -> list[tuple[int, str, Node, list[int]]]:
+        """Return what a step may refer to: nodes, freed ones, and freed ones with SWA pages."""
+        peers = shadow.peers
+        nodes = [(0, name, node, peers(node)) for name, node in shadow.nodes.items()]
+        if self.latent:
+            for name, node in shadow.freed.items():
+                theirs = peers(node)
+                nodes.append((2 if any(theirs) else 1, name, node, theirs))
+        return nodes
+
+    def _rows(self, mapping: list[int]) -> tuple[list[int], dict[int, list[int]]]:
+        """Return which SWA page each full page maps to, 0 for none, and the rows that are torn.
+
+        A row is torn that does not refer to one SWA page whole and in order; hardly any ever is.
+        """
+        size = self.size
+        if size == 1:
+            return mapping, {}
+        peers = [slot // size for slot in mapping[::size]]
+        torn = {}
+        for page, peer in enumerate(peers):
+            row = mapping[page * size : page * size + size]
+            if row != self.whole_rows.get(peer):
+                torn[page] = row
+        return peers, torn
+
+    def _places(self, held: Held) -> Places:
+        """Return where full and SWA pages are first queued."""
+        full: dict[int, int] = {}
+        swa: dict[int, int] = {}
+        place = 0
+        for part, name, items in held:
+            kind = self.kinds.get((part, name))
+            if kind is None:
+                continue
+            places = full if kind in (FULL_SLOT, FULL_PAGE) else swa
+            step = self.size if kind in (FULL_SLOT, SWA_SLOT) else 1
+            for item in items:
+                if isinstance(item, Tensor):
+                    place += 1
+                    for number in _numbers(item)[::step]:  # one slot per page
+                        places.setdefault(number // step, place)
+        return full, swa
+
+
+class _Content:
+    """An attribute that changes, as it was at the start."""
+
+    def __init__(self, value: Any) -> None:
+        self.tensor = value if isinstance(value, Tensor) else None
+        self.version = value._version if isinstance(value, Tensor) else 0
+        self.items = _plain(value)
+
+    def is_of(self, value: Any) -> bool:
+        """Whether a value is the same still."""
+        if value is self.tensor and value._version == self.version:
+            return True
+        return _plain(value) == self.items
+
+
+class _Text:
+    """A state that is being written out, as numbers. Negative ones below -1 say what follows.
+
+    ``peers``, ``torn``: see ``Keys._rows``. ``full``, ``swa``: page number -> number in the text.
+    """
+
+    def __init__(self, size: int, peers: list[int], torn: dict[int, list[int]]) -> None:
+        self.size = size
+        self.peers = peers
+        self.torn = torn
+        self.numbers: list[int] = []
+        self.full, self.swa = {0: 0}, {0: 0}  # page 0 is padding
+        self.rows: set[int] = set()  # full pages whose mapping is in the text
+        self.mapped = 0  # how many of these map to anything
+
+    def node(self, rank: int, node: Node, peers: list[int]) -> None:
+        """Write what a node should have, and what its full pages map to."""
+        full, swa, numbers = self.full, self.swa, self.numbers
+        numbers += (-2, rank, node.slots)
+        for page, peer in zip(node.pages, peers, strict=True):
+            numbers.append(full.setdefault(page, len(full)))
+            numbers.append(swa.setdefault(peer, len(swa)) if peer else -1)
+            there = self.peers[page]
+            if page in self.torn:
+                numbers.append(-9)
+                numbers += _renamed(self.torn[page], swa, self.size)
+            else:
+                numbers.append(swa.setdefault(there, len(swa)))
+            if page not in self.rows:
+                self.rows.add(page)
+                self.mapped += there != 0
+
+    def attribute(
+        self, part: int, name: str, items: list[object], kind: Kind | None, buffers: dict[int, int]
+    ) -> None:
+        """Write what an attribute holds. ``buffers``: nodes' index buffers, by storage."""
+        self.numbers += (-3, part, crc32(name.encode()))
+        nested = False  # a number of its own is none that pages have
+        for item in items:
+            if isinstance(item, Tensor):
+                self.numbers.append(-4)
+                self.slots(_numbers(item), kind)
+                for node, storage in buffers.items():
+                    if storage == _storage(item):
+                        self.numbers += (-5, node)
+            elif isinstance(item, Length):
+                self.numbers += (-11, item)
+                nested = True
+            elif isinstance(item, int) and nested:
+                self.numbers.append(-4)
+                self.slots([item], kind)
+            else:
+                self.numbers.append(item if type(item) is int else crc32(repr(item).encode()))
+
+    def slots(self, values: list[int], kind: Kind | None) -> None:
+        """Write slots or pages; numbers of an unknown kind as all they may be."""
+        full, swa, size = self.full, self.swa, self.size
+        if kind == FULL_SLOT:
+            self.numbers += _renamed(values, full, size)
+        elif kind == SWA_SLOT:
+            self.numbers += _renamed(values, swa, size)
+        elif kind == FULL_PAGE:
+            self.numbers += [full.setdefault(v, len(full)) for v in values]
+        elif kind == SWA_PAGE:
+            self.numbers += [swa.setdefault(v, len(swa)) for v in values]
+        else:
+            for v in values:
+                for names, page in ((full, v // size), (swa, v // size), (full, v), (swa, v)):
+                    self.numbers.append(names.setdefault(page, len(names)))
+                self.numbers.append(v % size)
+
+    def rows_of_nobody(self) -> None:
+        """Write what full pages map to that no node has, if any do."""
+        peers, swa = self.peers, self.swa
+        if not self.torn and len(peers) - peers.count(0) == self.mapped:
+            return
+        for page, there in enumerate(peers):
+            if page in self.rows:
+                continue
+            if page in self.torn:
+                self.numbers += (-6, self.full.get(page, ~page), -9)
+                self.numbers += _renamed(self.torn[page], swa, self.size)
+            elif there:
+                self.numbers += (-6, self.full.get(page, ~page), swa.setdefault(there, len(swa)))
+
+    def free_list(self, pages: list[int], names: dict[int, int], every: frozenset[int]) -> None:
+        """Write how many pages are free, and which, if that matters."""
+        self.numbers += (-7, len(pages))
+        free = set(pages)
+        if len(free) != len(pages) or not (free <= every and names.keys().isdisjoint(free)):
+            self.numbers += [names.get(page, 0 if page in every else ~page) for page in pages]
+
+
+def queue_kinds(make: Make, page_size: int) -> Kinds:
+    """Find out what the numbers in an allocator's queues are, by queueing numbers that differ.
+
+    A queue in which two kinds were seen, or none, is left out: its numbers are then written as
+    all they may be.
+    """
+    seen: dict[tuple[int, str], set[Kind]] = {}
+    for method in ("free", "free_swa", "free_full", "free_segment", "free_swa_segment"):
+        with suppress(*RAISED):  # the search will come across it, and report it
+            for queue, kind in _queued_by(method, make(4, 3 * page_size + 5), page_size):
+                seen.setdefault(queue, set()).add(kind)
+    return {queue: kinds.pop() for queue, kinds in seen.items() if len(kinds) == 1}
+
+
+def _queued_by(
+    method: str, driver: Driver, page_size: int
+) -> Iterator[tuple[tuple[int, str], Kind]]:
+    """Free a node in a group, and yield the kinds of numbers in each queue then."""
+    driver.alloc_swa(3 * page_size)  # from here on SWA numbers are out of reach of full ones
+    alloc = driver.alloc if page_size == 1 else driver.alloc_pages
+    node, other = alloc(page_size), alloc(page_size)
+    if node is None or other is None:
+        return
+    peers, others = driver.translate(node).clone(), driver.translate(other).clone()
+    numbers = {
+        FULL_SLOT: set(node.tolist()),
+        SWA_SLOT: set(peers.tolist()),
+        FULL_PAGE: {int(node[0]) // page_size},
+        SWA_PAGE: {int(peers[0]) // page_size},
+    }
+    if method == "free_full":
+        driver.free_swa(node)
+    driver.group_begin()
+    getattr(driver, method)(node)
+    for _ in range(2):  # before and after a write to the mapping
+        for part, attributes in enumerate(map(vars, driver.parts())):
+            for name, value in attributes.items():
+                for item in entries(value) if isinstance(value, list) else ():
+                    if isinstance(item, Tensor) and item.numel():
+                        queued = set(_numbers(item))
+                        fits = (kind for kind, those in numbers.items() if queued <= those)
+                        # at page size 1, slots and pages are the same
+                        yield (part, name), next(fits, "")
+        driver.point(node, others)
+
+
+def _signature(
+    entry: tuple[int, str, Node, list[int]], mapped: list[int], places: Places
+) -> tuple[Any, ...]:
+    """Return what a node looks like without its name and its pages' numbers."""
+    rank, _, node, peers = entry
+    full, swa = places
+    return (
+        rank,
+        node.slots,
+        [
+            (
+                not peer,
+                full.get(page, 0),
+                swa.get(peer, 0),
+                mapped[page] > 0,
+                swa.get(mapped[page], 0),
+            )
+            for page, peer in zip(node.pages, peers, strict=True)
+        ],
+    )
+
+
+def _renamed(values: list[int], names: dict[int, int], size: int) -> list[int]:
+    """Return slots as numbers in the text: a page that is whole and in order as one number.
+
+    That is a negative number, so that it is no slot's.
+    """
+    if size == 1:
+        return [names.setdefault(v, len(names)) for v in values]
+    if len(values) % size == 0:
+        starts = values[::size]
+        if all(
+            start % size == 0 and values[at : at + size] == [*range(start, start + size)]
+            for at, start in zip(range(0, len(values), size), starts, strict=True)
+        ):
+            return [-10 - names.setdefault(start // size, len(names)) for start in starts]
+        if not any(values):
+            return [-9]
+    return [names.setdefault(v // size, len(names)) * size + v % size for v in values]
+
+
+def _numbers(tensor: Tensor) -> list[int]:
+    numbers: list[int] = (tensor if tensor.dim() == 1 else tensor.reshape(-1)).tolist()
+    return numbers
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return what tensors have in common that share memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _at_start(value: object) -> object:
+    return _Content(value) if isinstance(value, (Tensor, *CONTAINERS)) else value
+
+
+def _plain(value: object) -> list[object]:
+    """Return what an attribute holds, tensors as lists."""
+    return [_numbers(item) if isinstance(item, Tensor) else item for item in entries(value)]
