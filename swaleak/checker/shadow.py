@@ -96,24 +96,29 @@ class SlotTable:
 
         Raises ``ScriptError`` for a number that refers to no slot.
         """
-        if len(ranges) == 1:
-            first, count = ranges[0]
-            span = self.spans.get(first)
-            if span is not None and count == len(span.slots):
-                self._check(first, span.pages)
-                return Span(span.slots.clone(), span.pages, span.whole)
-        parts = [part for first, count in ranges for part in self._parts(first, count)]
-        if not parts:
+        spans = self._spans(ranges)
+        if not spans:
             return span_of(torch.zeros(0, dtype=torch.int64), self.page_size)
-        slots = torch.cat([part.slots for part in parts])
-        if all(part.whole for part in parts):
-            return Span(slots, [page for part in parts for page in part.pages], True)
+        if len(spans) == 1 and spans[0].whole:
+            slots, pages, _ = spans[0]
+            return Span(slots.clone(), pages, True)
+        slots = torch.cat([span.slots for span in spans])
+        if all(span.whole for span in spans):
+            return Span(slots, [page for span in spans for page in span.pages], True)
         return span_of(slots, self.page_size)
 
     def pages_of(self, ranges: Slots) -> tuple[int, ...]:
         """Return the pages of slots, each once, in order."""
-        parts = (part for first, count in ranges for part in self._parts(first, count))
-        return tuple(dict.fromkeys(page for part in parts for page in part.pages))
+        return tuple(dict.fromkeys(page for span in self._spans(ranges) for page in span.pages))
+
+    def _spans(self, ranges: Slots) -> list[Span]:
+        if len(ranges) == 1:
+            first, count = ranges[0]
+            span = self.spans.get(first)
+            if span is not None and count == span.slots.numel():
+                self._check(first, span.pages)
+                return [span]
+        return [part for first, count in ranges for part in self._parts(first, count)]
 
     def _parts(self, first: int, count: int) -> Iterable[Span]:
         """Yield the slots of one range, allocation by allocation."""
@@ -127,10 +132,10 @@ class SlotTable:
             at = bisect_right(self.firsts, first) - 1
             start = self.firsts[at] if at >= 0 else 0
             span = self.spans.get(start)
-            if span is None or first - start >= len(span.slots):
+            if span is None or first - start >= span.slots.numel():
                 raise ScriptError(f"nobody holds the slot with number {first}")
-            low, high = first - start, min(stop - start, len(span.slots))
-            part = span if high - low == len(span.slots) else self._slice(span, low, high)
+            low, high = first - start, min(stop - start, span.slots.numel())
+            part = span if high - low == span.slots.numel() else self._slice(span, low, high)
             self._check(start, part.pages)
             yield part
             first = start + high

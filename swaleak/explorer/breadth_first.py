@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swaleak.checker.compare import compare
+from swaleak.checker.compare import agree
 from swaleak.checker.run import Execution, Run, is_refusal, run_script
 from swaleak.checker.snapshot import Snapshot, marks
 from swaleak.errors import RAISED, ScriptError, TargetError
@@ -216,7 +216,7 @@ class BreadthFirst:
                 key = self._keys.key(shadow)
                 if key not in self._seen and key not in new:
                     new.add(key)
-                    failed = bool(compare(execution.driver.state(), shadow).violations)
+                    failed = not (shadow.in_group or agree(execution.driver.state(), shadow))
                     expansion.found.append((step, key, failed))
             here.restore()
             if failed and not self.every:
@@ -311,6 +311,8 @@ class BreadthFirst:
     # states
 
     def _snapshot(self) -> Snapshot:
+        if not self.rules.latent:
+            self._execution.shadow.buffers.clear()  # nobody overwrites them
         return Snapshot(self._execution.driver, self._execution.shadow)
 
     def _keys_of(self, driver: Driver) -> Keys:

@@ -28,7 +28,7 @@ Places = tuple[dict[int, int], dict[int, int]]  # full and SWA page -> where it 
 
 # the free lists and the mapping, which are written page by page
 POOLS = frozenset({"full_to_swa_index_mapping", "free_pages", "release_pages"})
-_ABSENT, _POOL = object(), object()
+_ABSENT, _POOL, _EMPTY = object(), object(), object()
 
 
 class Keys:
@@ -113,6 +113,9 @@ class Keys:
                     continue
                 if before is _ABSENT:
                     absent += 1
+                elif before is _EMPTY:
+                    if isinstance(value, CONTAINERS) and not value:
+                        continue
                 elif type(before) is _Content:
                     if before.is_of(value):
                         continue
@@ -389,6 +392,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _at_start(value: object) -> object:
+    if isinstance(value, CONTAINERS) and not value:
+        return _EMPTY
     return _Content(value) if isinstance(value, (Tensor, *CONTAINERS)) else value
 
 

@@ -145,9 +145,9 @@ def legal(shadow: Shadow, rules: Rules, kept: Mapping[str, int] = _NOTHING) -> I
 
 def pages_needed(step: Step, shadow: Shadow) -> tuple[int, int]:
     """Return how many pages the full and the SWA pool have to hand out for a step."""
-    full = swa = 0
     if not isinstance(step, ALLOCATES):
         return 0, 0
+    full = swa = 0
     for call in step.lower(shadow):
         more_full, more_swa = call.pages_needed(shadow.page_size)
         full, swa = full + more_full, swa + more_swa
@@ -178,33 +178,41 @@ ALLOCATES = (steps.Alloc, steps.AllocTail, steps.Extend, steps.Decode, steps.Loa
 
 
 def _candidates(shadow: Shadow, rules: Rules, kept: Mapping[str, int]) -> Iterator[Step]:
-    """Yield every step that may be legal within the bounds."""
+    """Yield every step that may be legal within the bounds.
+
+    Some that are not are left out, since most of a search is spent in here.
+    """
     nodes = shadow.nodes
+    peers = {name: shadow.peers(node) for name, node in nodes.items()}
+    live = [name for name in nodes if all(peers[name])]
+    tombstones = [name for name in nodes if not any(peers[name])]
+    frees: tuple[type[FreeStep], ...] = (steps.FreeFull, steps.Free, steps.FreeSwa)
+    if rules.segments:
+        frees += (steps.FreeSegment, steps.FreeSwaSegment)
     yield from _allocations(shadow, rules)
     for name, node in nodes.items():
+        possible = frees[1:] if name in live else frees
+        if name in tombstones and not rules.latent:
+            possible = (steps.FreeFull,)
         for part in _parts(len(node.pages)):
-            for free in (steps.FreeFull, steps.Free, steps.FreeSwa):
+            for free in possible:
                 yield free(name, part)
-            if rules.segments:
-                yield steps.FreeSegment(name, part)
-                yield steps.FreeSwaSegment(name, part)
     for name in shadow.freed:
         if name not in nodes:
             yield steps.FreeSwa(name)
-    for name, node in nodes.items():
-        for source, giver in nodes.items():
-            if source != name and _fit(node, giver):
+    for name in tombstones:
+        for source in live:
+            if _fit(nodes[name], nodes[source]):
                 yield steps.Recover(name, source)
-                if not any(shadow.peers(node)) and all(shadow.peers(giver)):
-                    yield steps.Replace(name, source)
+                yield steps.Replace(name, source)
                 if rules.latent:
                     yield steps.Adopt(name, source)
     if rules.latent:
         for name, node in shadow.freed.items():
             if name not in nodes and _untaken(node, nodes.values()):
-                for source in nodes:
+                for source in live:
                     yield steps.Adopt(name, source)
-    for name in nodes:
+    for name in tombstones:
         yield steps.LoadBack(name)
     if shadow.in_group:
         for name, slots in kept.items():
@@ -262,8 +270,8 @@ def _orphaned(shadow: Shadow) -> str | None:
 def _peers(step: FreeStep, shadow: Shadow) -> list[int]:
     """Return the SWA pages of the pages that a free touches, 0 for none."""
     node = step.owner(shadow)
-    peers = shadow.peers(node)
-    return [peers[at] for at in step.touched(shadow, node)]
+    touched = step.touched(shadow, node)
+    return shadow.peers(node)[touched.start : touched.stop]
 
 
 def _fit(one: Node, other: Node) -> bool:

@@ -8,6 +8,7 @@ what. Which step is legal is in ``contract.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
@@ -187,12 +188,9 @@ class FreeStep(Step, frozen=True):
     @property
     def part(self) -> Part | None:
         """The part of the node that is freed, None for all of it."""
-        unit = "pages" if self.pages is not None else "slots"
-        text = self.pages if self.pages is not None else self.slots
-        if text is None:
-            return None
-        bounds = [int(bound) if bound.strip() else None for bound in text.split(":")]
-        return Part(unit, *bounds)
+        if self.pages is not None:
+            return _part("pages", self.pages)
+        return None if self.slots is None else _part("slots", self.slots)
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         """The free of that name."""
@@ -214,6 +212,8 @@ class FreeStep(Step, frozen=True):
         first, stop = self.bounds(shadow, node)
         if first >= stop:
             return range(0)
+        if shadow.page_size == 1:
+            return range(first, stop)
         return range(first // shadow.page_size, -(-stop // shadow.page_size))
 
     def rename(self, shadow: Shadow) -> None:
@@ -455,6 +455,12 @@ CACHE_STEPS: dict[str, type[Any]] = {
     "group": Group,
     "expect": Expect,
 }
+
+
+@lru_cache(maxsize=1024)
+def _part(unit: str, text: str) -> Part:
+    start, stop = (int(bound) if bound.strip() else None for bound in text.split(":"))
+    return Part(unit, start, stop)
 
 
 def cut(numbers: Slots, start: int, stop: int) -> Slots:
