@@ -225,7 +225,7 @@ class Shadow:
             self.clear_mapping(span)
             return
         peers = self.swa.add(swa_first, swa.to("cpu", torch.int64))
-        if not peers.slots[len(full) - tail :].all():
+        if not (peers.whole and all(peers.pages)) and not peers.slots[len(full) - tail :].all():
             missing = (peers.slots == 0) & (torch.arange(len(full)) >= len(full) - tail)
             peers = span_of(torch.where(missing, MISSING, peers.slots), self.page_size)
         self.point(span, peers)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swaleak.checker.compare import agree
+from swaleak.checker.compare import Comparison, agree, compare
 from swaleak.checker.run import Execution, Run, is_refusal, run_script
 from swaleak.checker.snapshot import Snapshot, marks
 from swaleak.errors import RAISED, ScriptError, TargetError
 from swaleak.explorer.canonical import Keys, Make, queue_kinds
 from swaleak.scenario.calls import PoolExhausted
-from swaleak.scenario.contract import Rules, check_room, legal
+from swaleak.scenario.contract import ALLOCATES, Rules, check_room, legal
 from swaleak.scenario.steps import Step
 from swaleak.targets.driver import Driver
 
@@ -74,18 +74,26 @@ class Coverage:
     bytes_per_state: float = 0.0
 
 
+Way = tuple[str, frozenset[tuple[str, str | None]]]  # verdict, kind and pool of each violation
+
+
 @dataclass(slots=True)
 class Expansion:
     """What the legal steps of one state lead to.
 
-    ``found``: steps to new states, each with the state's key and whether it is wrong; no key if
-    the allocator raised.
+    ``found``: steps to new states, each with the state's key, and how it fails if it does; no key
+    if the allocator raised.
     """
 
-    found: list[tuple[Step, bytes | None, bool]] = field(default_factory=list)
+    found: list[tuple[Step, bytes | None, Way | None]] = field(default_factory=list)
     transitions: int = 0
     refused: int = 0
     dry: int = 0
+
+    @property
+    def fails(self) -> bool:
+        """Whether the last step failed."""
+        return any(key is None or way for _, key, way in self.found[-1:])
 
 
 class BreadthFirst:
@@ -119,7 +127,7 @@ class BreadthFirst:
         self._numbers: dict[Step, int] = {}
         self._path: list[int] = []  # states on the way to the one that the execution is at
         self._points: list[Snapshot] = []
-        self._ways: set[object] = set()
+        self._ways: set[tuple[Way, frozenset[str]]] = set()
 
     def run(self) -> Iterator[Progress]:
         """Search, and report on the way. Raises ``TargetError`` for a target it cannot follow."""
@@ -151,30 +159,29 @@ class BreadthFirst:
         coverage.transitions += expansion.transitions
         coverage.refused += expansion.refused
         coverage.dry += expansion.dry
-        for step, key, wrong in expansion.found:
+        for step, key, way in expansion.found:
             if key is None:
-                self._fail(state, step)
+                self._fail(state, step, None)
             elif key not in self._seen:
                 self._seen.add(key)
                 coverage.states += 1
-                if wrong:
-                    self._fail(state, step)
+                if way:
+                    self._fail(state, step, way)
                 else:
                     self._enter(state, self._number(step))
 
-    def _fail(self, state: int, step: Step) -> None:
+    def _fail(self, state: int, step: Step, way: Way | None) -> None:
         """Run an order that fails from the start, and keep it if it fails in a new way."""
         order = (*self._order(state), step)
+        kinds = frozenset(step.key for step in order)
+        if way and (way, kinds) in self._ways:
+            return
         run = run_script(self.fresh(), order)
         if run.verdict == "clean" or (run.verdict == "refused" and self.rules.latent):
             raise _cannot_follow()
-        way = (
-            run.verdict,
-            frozenset((v.kind, v.pool) for v in run.comparison.violations),
-            frozenset(step.key for step in order),
-        )
-        if way not in self._ways:
-            self._ways.add(way)
+        way = _way(run.verdict, run.comparison)
+        if (way, kinds) not in self._ways:
+            self._ways.add((way, kinds))
             self.failures.append(Failure(order, run))
 
     # one process: expand states
@@ -198,9 +205,9 @@ class BreadthFirst:
         shadow, new = execution.shadow, set()
         kept = self._keys.kept(shadow) if self.rules.latent else {}
         for step in tuple(legal(shadow, self.rules, kept)):
-            failed = False
             try:
-                check_room(step, shadow)
+                if isinstance(step, ALLOCATES):
+                    check_room(step, shadow)
                 execution.make(step)
             except (ScriptError, PoolExhausted):
                 expansion.dry += 1
@@ -209,19 +216,25 @@ class BreadthFirst:
                 if self._refuses(step):
                     expansion.refused += 1
                 else:
-                    failed = True
-                    expansion.found.append((step, None, True))
+                    expansion.found.append((step, None, None))
             else:
                 expansion.transitions += 1
                 key = self._keys.key(shadow)
                 if key not in self._seen and key not in new:
                     new.add(key)
-                    failed = not (shadow.in_group or agree(execution.driver.state(), shadow))
-                    expansion.found.append((step, key, failed))
+                    expansion.found.append((step, key, self._failing()))
             here.restore()
-            if failed and not self.every:
+            if not self.every and expansion.fails:
                 break
         return expansion
+
+    def _failing(self) -> Way | None:
+        """Return how the state fails that the execution is at, None if it does not."""
+        state, shadow = self._execution.driver.state(), self._execution.shadow
+        if shadow.in_group or agree(state, shadow):
+            return None
+        comparison = compare(state, shadow)
+        return _way(comparison.verdict, comparison)
 
     def _refuses(self, step: Step) -> bool:
         """Whether a step that has just raised was refused, as only misuse may be."""
@@ -351,6 +364,10 @@ def room(rules: Rules, depth: int) -> int:
     that have to wait for the end of a group, the next one takes new ones.
     """
     return rules.pages * (rules.nodes + max(0, depth - rules.nodes) // 2 + 1)
+
+
+def _way(verdict: str, comparison: Comparison) -> Way:
+    return verdict, frozenset((v.kind, v.pool) for v in comparison.violations)
 
 
 def _cannot_follow() -> TargetError:

@@ -28,7 +28,7 @@ Places = tuple[dict[int, int], dict[int, int]]  # full and SWA page -> where it 
 
 # the free lists and the mapping, which are written page by page
 POOLS = frozenset({"full_to_swa_index_mapping", "free_pages", "release_pages"})
-_ABSENT, _POOL, _EMPTY = object(), object(), object()
+_ABSENT = object()
 
 
 class Keys:
@@ -49,13 +49,18 @@ class Keys:
         self.whole_rows = {p: [*range(p * size, p * size + size)] for p in self.swa_pages}
         self.whole_rows[0] = [0] * size
         mapping = _storage(state.mapping)
+        # of each part: its attributes now, at the start, and of these the ones that matter here
         self.parts = []
         for live in map(vars, driver.parts()):
-            start: dict[str, object] = {}
-            for name, value in live.items():
-                alias = isinstance(value, Tensor) and _storage(value) == mapping
-                start[name] = _POOL if alias or name in POOLS else _at_start(value)
-            self.parts.append((live, start))
+            start = dict(live)
+            watched = [
+                (name, _Content(value))
+                for name, value in live.items()
+                if name not in POOLS
+                and isinstance(value, (Tensor, *CONTAINERS, *SCALARS))
+                and not (isinstance(value, Tensor) and _storage(value) == mapping)
+            ]
+            self.parts.append((live, start, watched))
 
     def key(self, shadow: Shadow) -> bytes:
         """Return 16 bytes that are equal for states that differ in names and page numbers only.
@@ -105,25 +110,13 @@ class Keys:
     def held(self) -> Held:
         """Return what the allocator keeps beside pools and mapping, where it is not as it began."""
         held: Held = []
-        for part, (live, start) in enumerate(self.parts):
-            absent = len(start) - len(live)
-            for name, value in live.items():
-                before = start.get(name, _ABSENT)
-                if before is value or before is _POOL:
-                    continue
-                if before is _ABSENT:
-                    absent += 1
-                elif before is _EMPTY:
-                    if isinstance(value, CONTAINERS) and not value:
-                        continue
-                elif type(before) is _Content:
-                    if before.is_of(value):
-                        continue
-                elif isinstance(value, SCALARS) and before == value:
-                    continue
-                held.append((part, name, [*entries(value)]))
-            if absent:
-                held += [(part, name, []) for name in start if name not in live]
+        for part, (live, start, watched) in enumerate(self.parts):
+            for name, before in watched:
+                value = live.get(name, _ABSENT)
+                if value is not before.value and not before.is_as(value):
+                    held.append((part, name, [*entries(value)]))
+            if live.keys() != start.keys():
+                held += [(part, n, [*entries(v)]) for n, v in live.items() if n not in start]
         if len(held) > 1:
             held.sort(key=lambda entry: entry[:2])
         return held
@@ -187,15 +180,19 @@ class Keys:
 
 
 class _Content:
-    """An attribute that changes, as it was at the start."""
+    """An attribute as it was at the start. ``value``: if a look at its identity is enough."""
 
     def __init__(self, value: Any) -> None:
+        self.value = value if isinstance(value, SCALARS) else self
         self.tensor = value if isinstance(value, Tensor) else None
         self.version = value._version if isinstance(value, Tensor) else 0
+        self.empty = isinstance(value, CONTAINERS) and not value
         self.items = _plain(value)
 
-    def is_of(self, value: Any) -> bool:
-        """Whether a value is the same still."""
+    def is_as(self, value: Any) -> bool:
+        """Whether a value has the same content."""
+        if self.empty and isinstance(value, CONTAINERS):
+            return not value
         if value is self.tensor and value._version == self.version:
             return True
         return _plain(value) == self.items
@@ -389,12 +386,6 @@ def _numbers(tensor: Tensor) -> list[int]:
 def _storage(tensor: Tensor) -> int:
     """Return what tensors have in common that share memory."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _at_start(value: object) -> object:
-    if isinstance(value, CONTAINERS) and not value:
-        return _EMPTY
-    return _Content(value) if isinstance(value, (Tensor, *CONTAINERS)) else value
 
 
 def _plain(value: object) -> list[object]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -32,6 +33,15 @@ def refusal(step: Step, shadow: Shadow) -> str | None:
     nodes, freed = shadow.nodes, shadow.freed
     absent = "{}: there is no node {!r} at this point".format
     match step:
+        case FreeStep(node):
+            orphan = not step.call.full_side and node in freed and any(shadow.peers(freed[node]))
+            if node not in nodes and not orphan:
+                return absent(step.key, node)
+            peers = _peers(step, shadow)
+            if not peers:
+                return f"{step.key} {node}: {step.part} refers to no slot"
+            if isinstance(step, steps.FreeFull) and any(peers):
+                return f"free_full {node}: it still has SWA pages"
         case steps.Alloc(node) | steps.AllocTail(node):
             if isinstance(step, steps.AllocTail) and shadow.page_size == 1:
                 return "alloc_tail needs a page size above 1"
@@ -47,15 +57,6 @@ def refusal(step: Step, shadow: Shadow) -> str | None:
             if there.slots % shadow.page_size and not shadow.peers(there)[-1]:
                 return f"{step.key} {node}: its last page has no SWA peer to go on in"
             return _orphaned(shadow)
-        case FreeStep(node):
-            orphan = not step.call.full_side and node in freed and any(shadow.peers(freed[node]))
-            if node not in nodes and not orphan:
-                return absent(step.key, node)
-            peers = _peers(step, shadow)
-            if not peers:
-                return f"{step.key} {node}: {step.part} refers to no slot"
-            if isinstance(step, steps.FreeFull) and any(peers):
-                return f"free_full {node}: it still has SWA pages"
         case steps.Recover(node, source) | steps.Adopt(node, source):
             tombstone = nodes.get(node)
             if tombstone is None and isinstance(step, steps.Adopt):
@@ -94,6 +95,10 @@ def refusal(step: Step, shadow: Shadow) -> str | None:
 def in_production(step: Step, shadow: Shadow) -> bool:
     """Whether a step that makes sense is one that SGLang's caches and scheduler make."""
     match step:
+        case steps.FreeFull():
+            return True
+        case FreeStep():  # the caches know a tombstone, and call free_full for it
+            return all(_peers(step, shadow))
         case steps.Group(edge):
             return shadow.in_group == (edge == "end")
         case steps.LoadBack():
@@ -103,10 +108,6 @@ def in_production(step: Step, shadow: Shadow) -> bool:
             return not any(shadow.peers(node)) and all(shadow.peers(giver)) and _fit(node, giver)
         case steps.Adopt() | steps.Overwrite():
             return False
-        case steps.FreeFull():
-            return True
-        case FreeStep():  # the caches know a tombstone, and call free_full for it
-            return all(_peers(step, shadow))
     return True
 
 
@@ -226,7 +227,8 @@ def _candidates(shadow: Shadow, rules: Rules, kept: Mapping[str, int]) -> Iterat
 def _allocations(shadow: Shadow, rules: Rules) -> Iterator[Step]:
     size, nodes = shadow.page_size, shadow.nodes
     if len(nodes) < rules.nodes:
-        name = next(f"n{i}" for i in count(1) if f"n{i}" not in {*nodes, *shadow.freed})
+        names = (f"n{i}" for i in count(1))
+        name = next(name for name in names if name not in nodes and name not in shadow.freed)
         for pages in range(1, rules.pages + 1):
             yield steps.Alloc(name, pages)
         if rules.growth:
@@ -247,13 +249,11 @@ def _growths(page_size: int) -> list[int]:
     return sorted({1, page_size // 2, page_size, page_size + 1} - {0})
 
 
-def _parts(pages: int) -> Iterator[str | None]:
-    """Yield the whole node, then every run of its pages, as slices."""
-    yield None
-    for start in range(pages):
-        for stop in range(start + 1, pages + 1):
-            if stop - start < pages:
-                yield f"{start}:{stop}"
+@cache
+def _parts(pages: int) -> tuple[str | None, ...]:
+    """Return the whole node, then every run of its pages, as slices."""
+    runs = [(start, stop) for start in range(pages) for stop in range(start + 1, pages + 1)]
+    return None, *(f"{start}:{stop}" for start, stop in runs if stop - start < pages)
 
 
 def _orphaned(shadow: Shadow) -> str | None:

@@ -209,11 +209,11 @@ class FreeStep(Step, frozen=True):
 
     def touched(self, shadow: Shadow, node: Node) -> range:
         """Return which of the node's pages are freed."""
+        if self.part is None:
+            return range(len(node.pages))
         first, stop = self.bounds(shadow, node)
         if first >= stop:
             return range(0)
-        if shadow.page_size == 1:
-            return range(first, stop)
         return range(first // shadow.page_size, -(-stop // shadow.page_size))
 
     def rename(self, shadow: Shadow) -> None:
@@ -224,12 +224,12 @@ class FreeStep(Step, frozen=True):
             return
         node, size = shadow.nodes[self.node], shadow.page_size
         gone = self.touched(shadow, node)
+        if len(gone) == len(node.pages):
+            shadow.drop(self.node)
+            return
         rest = cut(node.numbers, 0, gone.start * size)
         rest += cut(node.numbers, gone.stop * size, node.slots)
-        if rest:
-            shadow.name(self.node, rest)
-        else:
-            shadow.drop(self.node)
+        shadow.name(self.node, rest)
 
     def __str__(self) -> str:
         return f"{self.key} {self.node}" + (f", {self.part}" if self.part else "")

@@ -213,7 +213,7 @@ def _handed_out(slots: Any) -> Tensor | None:
 def _free_list(pool: Any) -> Tensor:
     """Return int64[n]: free pages, and those that wait to be sorted in (``release_pages``)."""
     waiting = getattr(pool, "release_pages", None)
-    if waiting is None or not len(waiting):
+    if waiting is None or not waiting.numel():
         return cast(Tensor, pool.free_pages)
     return torch.cat((pool.free_pages, waiting))
 
