@@ -244,6 +244,16 @@ class Shadow:
                 self._set_slot(slot, peer)
         self.unmapped.difference_update(swa.pages)
 
+    def point_at_peers(self, full: Span, source: Span) -> None:
+        """Full slots map to what ``source`` maps to, from now on."""
+        peers = [self.peer.cells[page] for page in source.pages]
+        if full.whole and source.whole and TORN not in peers:
+            for page, peer in zip(full.pages, peers, strict=True):
+                self._set_page(page, peer)
+            return
+        slots = self.mapping.tensor[source.slots].clamp(min=0)
+        self.point(full, span_of(slots, self.page_size))
+
     def clear_mapping(self, full: Span) -> None:
         """These full slots, and no others of their pages, map to nothing any more."""
         if full.whole:
@@ -312,11 +322,9 @@ class Shadow:
 
     def peers(self, node: Node) -> list[int]:
         """Return the SWA page of each of its pages, 0 for none."""
-        return [self.peer.cells[page] for page in node.pages]
+        cells = self.peer.cells
+        return [cells[page] for page in node.pages]
 
-    def peers_of(self, full: Span) -> Span:
-        """Return the SWA slots that full slots map to."""
-        return span_of(self.mapping.tensor[full.slots].clamp(min=0), self.page_size)
 
     def maps(self, full: Span) -> bool:
         """Whether any of these full slots maps to something."""

@@ -251,9 +251,9 @@ class BreadthFirst:
 
     def _go_to(self, state: int) -> None:
         """Bring the execution to a state, from the last one on the way that it has been to."""
-        path = self._states_to(state)
+        path, before = self._states_to(state), self._path
         shared = 0
-        while shared < len(path) and path[: shared + 1] == self._path[: shared + 1]:
+        while shared < min(len(path), len(before)) and path[shared] == before[shared]:
             shared += 1
         del self._path[shared:], self._points[shared:]
         self._points[-1].restore()

@@ -7,6 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 from zlib import crc32
@@ -49,12 +50,11 @@ class Keys:
         self.whole_rows = {p: [*range(p * size, p * size + size)] for p in self.swa_pages}
         self.whole_rows[0] = [0] * size
         mapping = _storage(state.mapping)
-        # of each part: its attributes now, at the start, and of these the ones that matter here
-        self.parts = []
+        self.parts = []  # attributes now, at the start, and those of the start that may change
         for live in map(vars, driver.parts()):
             start = dict(live)
             watched = [
-                (name, _Content(value))
+                (name, value if isinstance(value, SCALARS) else _ABSENT, _Content(value))
                 for name, value in live.items()
                 if name not in POOLS
                 and isinstance(value, (Tensor, *CONTAINERS, *SCALARS))
@@ -88,8 +88,8 @@ class Keys:
         text.numbers += (shadow.in_group, no_location)
         nodes = self._nodes(shadow)
         if len(nodes) > 1:
-            places = self._places(held)
-            nodes.sort(key=lambda entry: _signature(entry, peers, places))
+            full, swa = self._places(held)
+            nodes.sort(key=lambda entry: _signature(entry, peers, full, swa))
         for rank, _, node, node_peers in nodes:
             text.node(rank, node, node_peers)
         buffers = {}
@@ -111,12 +111,18 @@ class Keys:
         """Return what the allocator keeps beside pools and mapping, where it is not as it began."""
         held: Held = []
         for part, (live, start, watched) in enumerate(self.parts):
-            for name, before in watched:
-                value = live.get(name, _ABSENT)
-                if value is not before.value and not before.is_as(value):
+            for name, scalar, before in watched:
+                value = live.get(name)
+                if value is scalar:
+                    continue
+                if type(value) is list:  # as most queues are, and empty
+                    if value or not before.empty:
+                        held.append((part, name, [*entries(value)]))
+                elif not before.is_as(value):
                     held.append((part, name, [*entries(value)]))
             if live.keys() != start.keys():
-                held += [(part, n, [*entries(v)]) for n, v in live.items() if n not in start]
+                late = [(part, n, [*entries(v)]) for n, v in live.items() if n not in start]
+                held += [*late, *((part, n, []) for n in start if n not in live)]
         if len(held) > 1:
             held.sort(key=lambda entry: entry[:2])
         return held
@@ -180,10 +186,9 @@ class Keys:
 
 
 class _Content:
-    """An attribute as it was at the start. ``value``: if a look at its identity is enough."""
+    """An attribute as it was at the start."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value if isinstance(value, SCALARS) else self
         self.tensor = value if isinstance(value, Tensor) else None
         self.version = value._version if isinstance(value, Tensor) else 0
         self.empty = isinstance(value, CONTAINERS) and not value
@@ -218,14 +223,14 @@ class _Text:
         full, swa, numbers = self.full, self.swa, self.numbers
         numbers += (-2, rank, node.slots)
         for page, peer in zip(node.pages, peers, strict=True):
-            numbers.append(full.setdefault(page, len(full)))
-            numbers.append(swa.setdefault(peer, len(swa)) if peer else -1)
             there = self.peers[page]
+            numbers.append(full.setdefault(page, len(full)))
+            numbers.append(swa.setdefault(peer, len(swa)))
             if page in self.torn:
                 numbers.append(-9)
                 numbers += _renamed(self.torn[page], swa, self.size)
-            else:
-                numbers.append(swa.setdefault(there, len(swa)))
+            elif there != peer:
+                numbers += (-12, swa.setdefault(there, len(swa)))
             if page not in self.rows:
                 self.rows.add(page)
                 self.mapped += there != 0
@@ -234,7 +239,7 @@ class _Text:
         self, part: int, name: str, items: list[object], kind: Kind | None, buffers: dict[int, int]
     ) -> None:
         """Write what an attribute holds. ``buffers``: nodes' index buffers, by storage."""
-        self.numbers += (-3, part, crc32(name.encode()))
+        self.numbers += (-3, part, _code(name))
         nested = False  # a number of its own is none that pages have
         for item in items:
             if isinstance(item, Tensor):
@@ -250,7 +255,7 @@ class _Text:
                 self.numbers.append(-4)
                 self.slots([item], kind)
             else:
-                self.numbers.append(item if type(item) is int else crc32(repr(item).encode()))
+                self.numbers.append(item if type(item) is int else _code(repr(item)))
 
     def slots(self, values: list[int], kind: Kind | None) -> None:
         """Write slots or pages; numbers of an unknown kind as all they may be."""
@@ -338,25 +343,21 @@ def _queued_by(
 
 
 def _signature(
-    entry: tuple[int, str, Node, list[int]], mapped: list[int], places: Places
-) -> tuple[Any, ...]:
-    """Return what a node looks like without its name and its pages' numbers."""
+    entry: tuple[int, str, Node, list[int]],
+    mapped: list[int],
+    full: dict[int, int],
+    swa: dict[int, int],
+) -> list[int]:
+    """Return what a node looks like without its name and its pages' numbers.
+
+    ``mapped``: SWA pages by full page. ``full``, ``swa``: see ``Keys._places``.
+    """
     rank, _, node, peers = entry
-    full, swa = places
-    return (
-        rank,
-        node.slots,
-        [
-            (
-                not peer,
-                full.get(page, 0),
-                swa.get(peer, 0),
-                mapped[page] > 0,
-                swa.get(mapped[page], 0),
-            )
-            for page, peer in zip(node.pages, peers, strict=True)
-        ],
-    )
+    look = [rank, node.slots]
+    for page, peer in zip(node.pages, peers, strict=True):
+        there = mapped[page]
+        look += (peer != 0, full.get(page, 0), swa.get(peer, 0), there != 0, swa.get(there, 0))
+    return look
 
 
 def _renamed(values: list[int], names: dict[int, int], size: int) -> list[int]:
@@ -376,6 +377,11 @@ def _renamed(values: list[int], names: dict[int, int], size: int) -> list[int]:
         if not any(values):
             return [-9]
     return [names.setdefault(v // size, len(names)) * size + v % size for v in values]
+
+
+@cache
+def _code(text: str) -> int:
+    return crc32(text.encode())
 
 
 def _numbers(tensor: Tensor) -> list[int]:

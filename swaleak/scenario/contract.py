@@ -30,85 +30,77 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 def refusal(step: Step, shadow: Shadow) -> str | None:
     """Return why a step makes no sense now, None if it does."""
-    nodes, freed = shadow.nodes, shadow.freed
-    absent = "{}: there is no node {!r} at this point".format
-    match step:
-        case FreeStep(node):
-            orphan = not step.call.full_side and node in freed and any(shadow.peers(freed[node]))
-            if node not in nodes and not orphan:
-                return absent(step.key, node)
-            peers = _peers(step, shadow)
-            if not peers:
-                return f"{step.key} {node}: {step.part} refers to no slot"
-            if isinstance(step, steps.FreeFull) and any(peers):
-                return f"free_full {node}: it still has SWA pages"
-        case steps.Alloc(node) | steps.AllocTail(node):
-            if isinstance(step, steps.AllocTail) and shadow.page_size == 1:
-                return "alloc_tail needs a page size above 1"
-            if node in nodes or node in shadow.orphans():
-                return f"node {node!r} is allocated already"
-            return _orphaned(shadow)
-        case steps.Extend(node) if node not in nodes:
-            return refusal(steps.Alloc(node), shadow)
-        case steps.Extend(node) | steps.Decode(node):
-            if node not in nodes:
-                return absent(step.key, node)
-            there = nodes[node]
-            if there.slots % shadow.page_size and not shadow.peers(there)[-1]:
-                return f"{step.key} {node}: its last page has no SWA peer to go on in"
-            return _orphaned(shadow)
-        case steps.Recover(node, source) | steps.Adopt(node, source):
-            tombstone = nodes.get(node)
-            if tombstone is None and isinstance(step, steps.Adopt):
-                tombstone = freed.get(node)
-            if tombstone is None:
-                return absent(step.key, node)
-            if any(shadow.peers(tombstone)):
-                return (
-                    f"{step.key} {node}: it is no tombstone, free_swa it first"
-                    if node in nodes
-                    else absent(step.key, node)
-                )
-            if source not in nodes:
-                return absent(step.key, source)
-            giver = nodes[source]
-            if not all(shadow.peers(giver)):
-                return f"{step.key}: {source!r} has no SWA pages to give"
-            if tombstone.slots != giver.slots:
-                counts = f"{tombstone.slots} and {giver.slots} slots"
-                return f"{step.key}: lengths differ, {counts}"
-        case steps.Replace(node, source):
-            missing = next((name for name in (node, source) if name not in nodes), None)
-            if missing is not None:
-                return absent(step.key, missing)
-        case steps.LoadBack(node):
-            if node not in nodes:
-                return absent(step.key, node)
-            if any(shadow.peers(nodes[node])):
-                return f"{step.key} {node}: it is no tombstone, free_swa it first"
-        case steps.Overwrite(_, source):
-            if source not in nodes:
-                return absent(step.key, source)
-    return None
+    return _judge(step, shadow)[0]
 
 
 def in_production(step: Step, shadow: Shadow) -> bool:
-    """Whether a step that makes sense is one that SGLang's caches and scheduler make."""
+    """Whether a step makes sense, and is one that SGLang's caches and scheduler make."""
+    return _judge(step, shadow)[1]
+
+
+def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
+    """Return why a step makes no sense now, if it does not, and whether it is in production."""
+    nodes, freed = shadow.nodes, shadow.freed
     match step:
-        case steps.FreeFull():
-            return True
-        case FreeStep():  # the caches know a tombstone, and call free_full for it
-            return all(_peers(step, shadow))
+        case FreeStep(node):
+            if node not in nodes:
+                orphan = node in freed and any(shadow.peers(freed[node]))
+                if step.call.full_side or not orphan:
+                    return _absent(step, node)
+            peers = _peers(step, shadow)
+            if not peers:
+                return f"{step.key} {node}: {step.part} refers to no slot", False
+            if not isinstance(step, steps.FreeFull):
+                return None, all(peers)  # the caches know a tombstone, and call free_full for it
+            if any(peers):
+                return f"free_full {node}: it still has SWA pages", False
         case steps.Group(edge):
-            return shadow.in_group == (edge == "end")
-        case steps.LoadBack():
-            return not shadow.in_group
-        case steps.Replace(name, source):
-            node, giver = shadow.nodes[name], shadow.nodes[source]
-            return not any(shadow.peers(node)) and all(shadow.peers(giver)) and _fit(node, giver)
-        case steps.Adopt() | steps.Overwrite():
-            return False
-    return True
+            return None, shadow.in_group == (edge == "end")
+        case steps.Recover(node, source) | steps.Adopt(node, source):
+            adopts = isinstance(step, steps.Adopt)
+            tombstone = nodes.get(node) or (freed.get(node) if adopts else None)
+            if tombstone is None or (node not in nodes and any(shadow.peers(tombstone))):
+                return _absent(step, node)
+            if any(shadow.peers(tombstone)):
+                return f"{step.key} {node}: it is no tombstone, free_swa it first", False
+            if source not in nodes:
+                return _absent(step, source)
+            giver = nodes[source]
+            if not all(shadow.peers(giver)):
+                return f"{step.key}: {source!r} has no SWA pages to give", False
+            if tombstone.slots != giver.slots:
+                counts = f"{tombstone.slots} and {giver.slots} slots"
+                return f"{step.key}: lengths differ, {counts}", False
+            return None, not adopts
+        case steps.Replace(node, source):
+            for name in (node, source):
+                if name not in nodes:
+                    return _absent(step, name)
+            old, new = nodes[node], nodes[source]
+            empty = not any(shadow.peers(old))
+            return None, empty and all(shadow.peers(new)) and old.slots == new.slots
+        case steps.LoadBack(node):
+            if node not in nodes:
+                return _absent(step, node)
+            if any(shadow.peers(nodes[node])):
+                return f"{step.key} {node}: it is no tombstone, free_swa it first", False
+            return None, not shadow.in_group
+        case steps.Overwrite(_, source):
+            return (None, False) if source in nodes else _absent(step, source)
+        case steps.Extend(node) | steps.Decode(node) if node in nodes:
+            there = nodes[node]
+            if there.slots % shadow.page_size and not shadow.peers(there)[-1]:
+                return f"{step.key} {node}: its last page has no SWA peer to go on in", False
+            return _no_orphan(shadow)
+        case steps.Decode(node):
+            return _absent(step, node)
+        case steps.AllocTail() if shadow.page_size == 1:
+            return "alloc_tail needs a page size above 1", False
+        case steps.Alloc(node) | steps.AllocTail(node) | steps.Extend(node):
+            if node in nodes or node in shadow.orphans():
+                return f"node {node!r} is allocated already", False
+            return _no_orphan(shadow)
+    return None, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +132,8 @@ def legal(shadow: Shadow, rules: Rules, kept: Mapping[str, int] = _NOTHING) -> I
     find out.
     """
     for step in _candidates(shadow, rules, kept):
-        if refusal(step, shadow) is None and (rules.latent or in_production(step, shadow)):
+        reason, production = _judge(step, shadow)
+        if reason is None and (production or rules.latent):
             yield step
 
 
@@ -203,7 +196,7 @@ def _candidates(shadow: Shadow, rules: Rules, kept: Mapping[str, int]) -> Iterat
             yield steps.FreeSwa(name)
     for name in tombstones:
         for source in live:
-            if _fit(nodes[name], nodes[source]):
+            if nodes[name].slots == nodes[source].slots:
                 yield steps.Recover(name, source)
                 yield steps.Replace(name, source)
                 if rules.latent:
@@ -256,26 +249,26 @@ def _parts(pages: int) -> tuple[str | None, ...]:
     return None, *(f"{start}:{stop}" for start, stop in runs if stop - start < pages)
 
 
-def _orphaned(shadow: Shadow) -> str | None:
-    """Return why nothing may be allocated now."""
+def _no_orphan(shadow: Shadow) -> tuple[str | None, bool]:
+    """Judge an allocation: nothing may be allocated while a freed node has SWA pages."""
     orphan = next(iter(shadow.orphans()), None)
     if orphan is None:
-        return None
+        return None, True
     return (
         f"the SWA pages of {orphan!r} belong to full slots that are free; "
         f"free_swa it before anything is allocated"
-    )
+    ), False
+
+
+def _absent(step: Step, node: str) -> tuple[str, bool]:
+    return f"{step.key}: there is no node {node!r} at this point", False
 
 
 def _peers(step: FreeStep, shadow: Shadow) -> list[int]:
     """Return the SWA pages of the pages that a free touches, 0 for none."""
     node = step.owner(shadow)
-    touched = step.touched(shadow, node)
-    return shadow.peers(node)[touched.start : touched.stop]
-
-
-def _fit(one: Node, other: Node) -> bool:
-    return one.slots == other.slots
+    peers, touched = shadow.peers(node), step.touched(shadow, node)
+    return peers if len(touched) == len(peers) else peers[touched.start : touched.stop]
 
 
 def _untaken(node: Node, others: Iterable[Node]) -> bool:

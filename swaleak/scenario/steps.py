@@ -188,33 +188,30 @@ class FreeStep(Step, frozen=True):
     @property
     def part(self) -> Part | None:
         """The part of the node that is freed, None for all of it."""
-        if self.pages is not None:
-            return _part("pages", self.pages)
-        return None if self.slots is None else _part("slots", self.slots)
+        pages, slots = self.pages, self.slots
+        if pages is not None:
+            return _part("pages", pages)
+        return None if slots is None else _part("slots", slots)
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         """The free of that name."""
         node = self.owner(shadow)
-        first, stop = self.bounds(shadow, node)
-        yield self.call(cut(node.numbers, first, stop), self.node)
+        numbers = node.numbers
+        if (part := self.part) is not None:
+            numbers = cut(numbers, *part.slots(node.slots, shadow.page_size))
+        yield self.call(numbers, self.node)
 
     def owner(self, shadow: Shadow) -> Node:
         """Return the node; for the SWA side, also one whose full side was freed before."""
-        return shadow.nodes[self.node] if self.node in shadow.nodes else shadow.freed[self.node]
-
-    def bounds(self, shadow: Shadow, node: Node) -> tuple[int, int]:
-        """Return first and stop of the node's slots that are passed."""
-        part = self.part
-        return (0, node.slots) if part is None else part.slots(node.slots, shadow.page_size)
+        return shadow.nodes.get(self.node) or shadow.freed[self.node]
 
     def touched(self, shadow: Shadow, node: Node) -> range:
         """Return which of the node's pages are freed."""
-        if self.part is None:
+        part, size = self.part, shadow.page_size
+        if part is None:
             return range(len(node.pages))
-        first, stop = self.bounds(shadow, node)
-        if first >= stop:
-            return range(0)
-        return range(first // shadow.page_size, -(-stop // shadow.page_size))
+        first, stop = part.slots(node.slots, size)
+        return range(first // size, -(-stop // size) if first < stop else 0)
 
     def rename(self, shadow: Shadow) -> None:
         """The node keeps the rest of its pages, if its full side was freed."""
