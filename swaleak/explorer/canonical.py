@@ -29,7 +29,7 @@ Places = tuple[dict[int, int], dict[int, int]]  # full and SWA page -> where it 
 
 # the free lists and the mapping, which are written page by page
 POOLS = frozenset({"full_to_swa_index_mapping", "free_pages", "release_pages"})
-_ABSENT = object()
+_ABSENT, _OTHER = object(), object()
 
 
 class Keys:
@@ -54,7 +54,7 @@ class Keys:
         for live in map(vars, driver.parts()):
             start = dict(live)
             watched = [
-                (name, value if isinstance(value, SCALARS) else _ABSENT, _Content(value))
+                (name, value if isinstance(value, SCALARS) else _OTHER, _Content(value))
                 for name, value in live.items()
                 if name not in POOLS
                 and isinstance(value, (Tensor, *CONTAINERS, *SCALARS))
@@ -111,20 +111,21 @@ class Keys:
         """Return what the allocator keeps beside pools and mapping, where it is not as it began."""
         held: Held = []
         for part, (live, start, watched) in enumerate(self.parts):
+            missing = len(start) - len(live)
             for name, scalar, before in watched:
-                value = live.get(name)
+                value = live.get(name, _ABSENT)
                 if value is scalar:
                     continue
                 if type(value) is list:  # as most queues are, and empty
                     if value or not before.empty:
                         held.append((part, name, [*entries(value)]))
+                elif value is _ABSENT:
+                    missing = 1
                 elif not before.is_as(value):
                     held.append((part, name, [*entries(value)]))
-            if live.keys() != start.keys():
+            if missing:
                 late = [(part, n, [*entries(v)]) for n, v in live.items() if n not in start]
-                held += [*late, *((part, n, []) for n in start if n not in live)]
-        if len(held) > 1:
-            held.sort(key=lambda entry: entry[:2])
+                held += sorted(late + [(part, n, []) for n in start if n not in live])
         return held
 
     def kept(self, shadow: Shadow) -> dict[str, int]:
@@ -196,6 +197,8 @@ class _Content:
 
     def is_as(self, value: Any) -> bool:
         """Whether a value has the same content."""
+        if type(value) is bool:
+            return self.items == [value]
         if self.empty and isinstance(value, CONTAINERS):
             return not value
         if value is self.tensor and value._version == self.version:
@@ -242,7 +245,9 @@ class _Text:
         self.numbers += (-3, part, _code(name))
         nested = False  # a number of its own is none that pages have
         for item in items:
-            if isinstance(item, Tensor):
+            if type(item) is bool:
+                self.numbers.append(item)
+            elif isinstance(item, Tensor):
                 self.numbers.append(-4)
                 self.slots(_numbers(item), kind)
                 for node, storage in buffers.items():
