@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from swaleak.scenario.calls import Slots
 
 MISSING = -1  # the peer of a slot that should have been handed out with one and was not
 TORN = -1  # the peer of a full page whose slots do not map to one SWA page in order
+FEW = 64  # slots
 SWEEP = 1024  # allocations after which those that cannot be referred to are forgotten
 
 
@@ -132,10 +134,11 @@ class SlotTable:
             at = bisect_right(self.firsts, first) - 1
             start = self.firsts[at] if at >= 0 else 0
             span = self.spans.get(start)
-            if span is None or first - start >= span.slots.numel():
+            total = 0 if span is None else span.slots.numel()
+            if span is None or first - start >= total:
                 raise ScriptError(f"nobody holds the slot with number {first}")
-            low, high = first - start, min(stop - start, span.slots.numel())
-            part = span if high - low == span.slots.numel() else self._slice(span, low, high)
+            low, high = first - start, min(stop - start, total)
+            part = span if high - low == total else self._slice(span, low, high)
             self._check(start, part.pages)
             yield part
             first = start + high
@@ -162,18 +165,29 @@ class SlotTable:
         self.limit = max(SWEEP, 2 * len(self.firsts))
 
 
+@cache
+def _offsets(page_size: int) -> Tensor:
+    return torch.arange(page_size)
+
+
 def span_of(slots: Tensor, page_size: int) -> Span:
     """Return slots, int64[n] on the host, with the pages that they lie in."""
     if page_size == 1:
         return Span(slots, slots.tolist(), True)
-    if len(slots) and len(slots) % page_size == 0:
+    count = slots.numel()
+    if count <= FEW:  # kernels would take longer
+        numbers = slots.tolist()
+        pages = [first // page_size for first in numbers[::page_size]]
+        if numbers == [page * page_size + at for page in pages for at in range(page_size)]:
+            return Span(slots, pages, True)
+        return Span(slots, list(dict.fromkeys(number // page_size for number in numbers)), False)
+    if count % page_size == 0:
         rows = slots.view(-1, page_size)
-        if not int(rows[0, 0]) % page_size:
-            firsts = rows[:, 0].tolist()
-            if torch.equal(rows, rows[:, :1] + torch.arange(page_size)):
-                pages = [first // page_size for first in firsts]
-                if all(first % page_size == 0 for first in firsts):
-                    return Span(slots, pages, True)
+        firsts = rows[:, 0].tolist()
+        if not any(first % page_size for first in firsts) and torch.equal(
+            rows, rows[:, :1] + _offsets(page_size)
+        ):
+            return Span(slots, [first // page_size for first in firsts], True)
     pages = (slots // page_size).tolist()
     return Span(slots, list(dict.fromkeys(pages)), False)
 
@@ -296,9 +310,10 @@ class Shadow:
 
     # names
 
-    def name(self, node: str, numbers: Slots) -> None:
-        """Call the owner of these full slots ``node``."""
-        pages = self.full.pages_of(numbers)
+    def name(self, node: str, numbers: Slots, pages: tuple[int, ...] | None = None) -> None:
+        """Call the owner of these full slots ``node``. ``pages``: those of the slots, if known."""
+        if pages is None:
+            pages = self.full.pages_of(numbers)
         self.nodes[node] = Node(numbers, pages, sum(count for _, count in numbers))
         if self.freed:  # what was freed and is handed out again is nobody's to adopt
             taken = set(pages)

@@ -208,7 +208,7 @@ class BreadthFirst:
             try:
                 if isinstance(step, ALLOCATES):
                     check_room(step, shadow)
-                execution.make(step)
+                self._make(execution, step)
             except (ScriptError, PoolExhausted):
                 expansion.dry += 1
             except RAISED:  # whatever SGLang's code raises is a result
@@ -258,16 +258,26 @@ class BreadthFirst:
         del self._path[shared:], self._points[shared:]
         self._points[-1].restore()
         for nearer in path[shared:]:
-            self._execution.make(self._steps[self._moves[nearer]])
+            self._make(self._execution, self._steps[self._moves[nearer]])
             self._path.append(nearer)
             self._points.append(self._snapshot())
+
+    def _make(self, execution: Execution, step: Step) -> None:
+        """Make a step, and forget index buffers that no step overwrites."""
+        execution.make(step)
+        shadow = execution.shadow
+        if not self.rules.latent:
+            shadow.buffers.clear()
+        for name in list(shadow.buffers):
+            if name not in shadow.nodes and name not in shadow.freed:
+                del shadow.buffers[name]
 
     def _check(self, state: int) -> None:
         """Make an order's steps from the start: they have to end where going back has ended."""
         execution = Execution(self.fresh())
         keys = self._keys_of(execution.driver)
         for step in self._order(state):
-            execution.make(step)
+            self._make(execution, step)
         if keys.key(execution.shadow) != self._keys.key(self._execution.shadow):
             raise _cannot_follow()
 
@@ -324,8 +334,6 @@ class BreadthFirst:
     # states
 
     def _snapshot(self) -> Snapshot:
-        if not self.rules.latent:
-            self._execution.shadow.buffers.clear()  # nobody overwrites them
         return Snapshot(self._execution.driver, self._execution.shadow)
 
     def _keys_of(self, driver: Driver) -> Keys:

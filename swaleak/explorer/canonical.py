@@ -12,9 +12,10 @@ from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
-from swaleak.checker.shadow import Node, Shadow
+from swaleak.checker.shadow import Node, Shadow, span_of
 from swaleak.checker.snapshot import CONTAINERS, SCALARS, Length, entries
 from swaleak.errors import RAISED
 from swaleak.targets.driver import Driver
@@ -47,8 +48,8 @@ class Keys:
         self.size = size
         self.full_pages = frozenset(range(1, state.full_pages + 1))
         self.swa_pages = frozenset(range(1, state.swa_pages + 1))
-        self.whole_rows = {p: [*range(p * size, p * size + size)] for p in self.swa_pages}
-        self.whole_rows[0] = [0] * size
+        self.whole_rows = torch.arange((state.swa_pages + 1) * size).view(-1, size)
+        self.whole_rows[0] = 0
         mapping = _storage(state.mapping)
         self.parts = []  # attributes now, at the start, and those of the start that may change
         for live in map(vars, driver.parts()):
@@ -80,10 +81,8 @@ class Keys:
         hides an order behind another that reaches the same state.
         """
         state = self.driver.state()
-        mapping: list[int] = state.mapping.tolist()
-        no_location = mapping.pop()
         held = self.held()
-        peers, torn = self._rows(mapping)
+        peers, torn, no_location = self._mapped(state.mapping, shadow)
         text = _Text(self.size, peers, torn)
         text.numbers += (shadow.in_group, no_location)
         nodes = self._nodes(shadow)
@@ -116,7 +115,7 @@ class Keys:
                 value = live.get(name, _ABSENT)
                 if value is scalar:
                     continue
-                if type(value) is list:  # as most queues are, and empty
+                if isinstance(value, list):  # as most queues are, and empty
                     if value or not before.empty:
                         held.append((part, name, [*entries(value)]))
                 elif value is _ABSENT:
@@ -151,21 +150,27 @@ class Keys:
                 nodes.append((2 if any(theirs) else 1, name, node, theirs))
         return nodes
 
-    def _rows(self, mapping: list[int]) -> tuple[list[int], dict[int, list[int]]]:
-        """Return which SWA page each full page maps to, 0 for none, and the rows that are torn.
+    def _mapped(
+        self, mapping: Tensor, shadow: Shadow
+    ) -> tuple[list[int], dict[int, Tensor], int]:
+        """Return which SWA page each full page maps to, the rows that are torn, the last entry.
 
         A row is torn that does not refer to one SWA page whole and in order; hardly any ever is.
         """
-        size = self.size
-        if size == 1:
-            return mapping, {}
-        peers = [slot // size for slot in mapping[::size]]
-        torn = {}
-        for page, peer in enumerate(peers):
-            row = mapping[page * size : page * size + size]
-            if row != self.whole_rows.get(peer):
-                torn[page] = row
-        return peers, torn
+        if self.size == 1:
+            peers: list[int] = mapping.tolist()
+            return peers, {}, peers.pop()
+        mapping = mapping if mapping.device.type == "cpu" else mapping.cpu()
+        last, mapping = int(mapping[-1]), mapping[:-1]
+        if not shadow.torn and torch.equal(mapping, shadow.mapping.tensor):
+            return shadow.peer.cells.tolist(), {}, last
+        rows = mapping.view(-1, self.size)
+        pages = rows[:, 0] // self.size
+        whole, torn = self.whole_rows[pages.clamp(0, len(self.swa_pages))], {}
+        if not torch.equal(rows, whole):
+            differ = (rows != whole).any(1).nonzero().view(-1).tolist()
+            torn = {page: rows[page] for page in differ}
+        return pages.tolist(), torn, last
 
     def _places(self, held: Held) -> Places:
         """Return where full and SWA pages are first queued."""
@@ -181,7 +186,7 @@ class Keys:
             for item in items:
                 if isinstance(item, Tensor):
                     place += 1
-                    for number in _numbers(item)[::step]:  # one slot per page
+                    for number in _numbers(item[::step] if step > 1 else item):  # one slot per page
                         places.setdefault(number // step, place)
         return full, swa
 
@@ -209,10 +214,10 @@ class _Content:
 class _Text:
     """A state that is being written out, as numbers. Negative ones below -1 say what follows.
 
-    ``peers``, ``torn``: see ``Keys._rows``. ``full``, ``swa``: page number -> number in the text.
+    ``peers``, ``torn``: see ``Keys._mapped``. ``full``, ``swa``: page number -> number in the text.
     """
 
-    def __init__(self, size: int, peers: list[int], torn: dict[int, list[int]]) -> None:
+    def __init__(self, size: int, peers: list[int], torn: dict[int, Tensor]) -> None:
         self.size = size
         self.peers = peers
         self.torn = torn
@@ -249,7 +254,7 @@ class _Text:
                 self.numbers.append(item)
             elif isinstance(item, Tensor):
                 self.numbers.append(-4)
-                self.slots(_numbers(item), kind)
+                self.slots(item, kind)
                 for node, storage in buffers.items():
                     if storage == _storage(item):
                         self.numbers += (-5, node)
@@ -258,11 +263,11 @@ class _Text:
                 nested = True
             elif isinstance(item, int) and nested:
                 self.numbers.append(-4)
-                self.slots([item], kind)
+                self.slots(torch.tensor([item]), kind)
             else:
                 self.numbers.append(item if type(item) is int else _code(repr(item)))
 
-    def slots(self, values: list[int], kind: Kind | None) -> None:
+    def slots(self, values: Tensor, kind: Kind | None) -> None:
         """Write slots or pages; numbers of an unknown kind as all they may be."""
         full, swa, size = self.full, self.swa, self.size
         if kind == FULL_SLOT:
@@ -270,11 +275,11 @@ class _Text:
         elif kind == SWA_SLOT:
             self.numbers += _renamed(values, swa, size)
         elif kind == FULL_PAGE:
-            self.numbers += [full.setdefault(v, len(full)) for v in values]
+            self.numbers += [full.setdefault(v, len(full)) for v in _numbers(values)]
         elif kind == SWA_PAGE:
-            self.numbers += [swa.setdefault(v, len(swa)) for v in values]
+            self.numbers += [swa.setdefault(v, len(swa)) for v in _numbers(values)]
         else:
-            for v in values:
+            for v in _numbers(values):
                 for names, page in ((full, v // size), (swa, v // size), (full, v), (swa, v)):
                     self.numbers.append(names.setdefault(page, len(names)))
                 self.numbers.append(v % size)
@@ -365,23 +370,21 @@ def _signature(
     return look
 
 
-def _renamed(values: list[int], names: dict[int, int], size: int) -> list[int]:
+def _renamed(slots: Tensor, names: dict[int, int], size: int) -> list[int]:
     """Return slots as numbers in the text: a page that is whole and in order as one number.
 
     That is a negative number, so that it is no slot's.
     """
+    if size > 1:
+        pages = span_of(slots.reshape(-1).to("cpu", torch.int64), size)
+        if pages.whole:
+            return [-10 - names.setdefault(page, len(names)) for page in pages.pages]
+    numbers = _numbers(slots)
+    if size > 1 and not any(numbers):
+        return [-9]  # no slots, however many
     if size == 1:
-        return [names.setdefault(v, len(names)) for v in values]
-    if len(values) % size == 0:
-        starts = values[::size]
-        if all(
-            start % size == 0 and values[at : at + size] == [*range(start, start + size)]
-            for at, start in zip(range(0, len(values), size), starts, strict=True)
-        ):
-            return [-10 - names.setdefault(start // size, len(names)) for start in starts]
-        if not any(values):
-            return [-9]
-    return [names.setdefault(v // size, len(names)) * size + v % size for v in values]
+        return [names.setdefault(v, len(names)) for v in numbers]
+    return [names.setdefault(v // size, len(names)) * size + v % size for v in numbers]
 
 
 @cache

@@ -226,7 +226,7 @@ class FreeStep(Step, frozen=True):
             return
         rest = cut(node.numbers, 0, gone.start * size)
         rest += cut(node.numbers, gone.stop * size, node.slots)
-        shadow.name(self.node, rest)
+        shadow.name(self.node, rest, node.pages[: gone.start] + node.pages[gone.stop :])
 
     def __str__(self) -> str:
         return f"{self.key} {self.node}" + (f", {self.part}" if self.part else "")
