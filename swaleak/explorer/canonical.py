@@ -324,7 +324,8 @@ def _queued_by(
     method: str, driver: Driver, page_size: int
 ) -> Iterator[tuple[tuple[int, str], Kind]]:
     """Free a node in a group, and yield the kinds of numbers in each queue then."""
-    driver.alloc_swa(3 * page_size)  # from here on SWA numbers are out of reach of full ones
+    # from here on the numbers of SWA pages are out of reach of full slots
+    driver.alloc_swa(3 * page_size * page_size)
     alloc = driver.alloc if page_size == 1 else driver.alloc_pages
     node, other = alloc(page_size), alloc(page_size)
     if node is None or other is None:
