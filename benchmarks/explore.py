@@ -33,7 +33,7 @@ from swaleak.search.queues import queue_kinds
 from swaleak.search.stage import Stage
 from swaleak.search.survey import has_segments
 from swaleak.sglang.adapter import Driver
-from swaleak.target import Sizes, open_target, strategy_of
+from swaleak.targets.open import Sizes, open_target, strategy_of
 
 TURNS = 7
 DEPTH, EXAMPLES = 8, 1000

@@ -23,10 +23,10 @@ from benchmarks.figures import Figures, Row, environment, markdown, ratios, take
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import graft
-from swaleak.sglang.loader import load
-from swaleak.sglang.shims import BaseSWAKVPool
-from swaleak.sglang.source import from_installed
-from swaleak.sglang.tree import Caches
+from swaleak.targets.loader import ModuleLoader
+from swaleak.targets.shims import BaseSWAKVPool
+from swaleak.targets.sources import from_installed
+from swaleak.targets.radix_cache import Caches
 from tests.churn import BATCH, PAGES, Server
 
 FULL, SWA, PAGE = 9_116_160, 911_616, 256  # slots; the pools of the public report

@@ -37,7 +37,7 @@ from swaleak.check.follow import Followed, follow
 from swaleak.script.trace import Header, Line, TraceReader, TraceWriter
 from swaleak.script.trace import line as as_line
 from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
+from swaleak.targets.open import Builtin, Sizes
 
 REQUESTS = 8  # a group
 MOST_PAGES = 8  # of a prompt

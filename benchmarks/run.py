@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import explore, plugin, replay, sizes, startup
 from benchmarks.figures import Figures, Row, environment, ratios, table, take_turns
 from swaleak.driven import start_torch
-from swaleak.report.files import write_text
+from swaleak.files import write_text
 
 PAGE = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- written by python -m benchmarks.run -->\n", "<!-- end of what it wrote -->\n"

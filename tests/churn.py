@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from swaleak.sglang.tree import Caches, Tree
+from swaleak.targets.radix_cache import Caches, Tree
 
 PAGES = 512
 WINDOW = 2  # pages

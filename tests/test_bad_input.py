@@ -26,7 +26,7 @@ from swaleak.errors import SwaleakError
 from swaleak.script import catalogue as scenarios
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver
-from swaleak.sglang.source import ALLOCATOR
+from swaleak.targets.sources import ALLOCATOR
 from tests.conftest import ROOT
 
 SCALE = float(os.environ.get("SWALEAK_FUZZ", "1"))

@@ -9,8 +9,8 @@ from swaleak.check.audit import audit
 from swaleak.check.case import run_case
 from swaleak.check.ledger import Ledger
 from swaleak.script import catalogue as scenarios
-from swaleak.sglang.release import RELEASES
-from swaleak.target import Builtin, Sizes, open_target
+from swaleak.targets.sources import RELEASES
+from swaleak.targets.open import Builtin, Sizes, open_target
 from tests.conftest import Cli, wheel
 from tests.test_loader import grow
 

@@ -25,16 +25,16 @@ from swaleak.check import case
 from swaleak.check.follow import follow
 from swaleak.check.player import Player
 from swaleak.errors import ScriptError, TargetError
-from swaleak.files import STALE
+from swaleak.files import STALE, write_text
 from swaleak.report.catalogue import list_report, show_report
-from swaleak.report.files import FORMATS, write, write_text
+from swaleak.report.render import FORMATS, write
 from swaleak.script import catalogue as scenarios
 from swaleak.script.trace import TraceReader
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver
-from swaleak.sglang.release import from_release
+from swaleak.targets.sources import from_release
 from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS
-from swaleak.target import Builtin
+from swaleak.targets.open import Builtin
 from tests.conftest import ROOT, Cli, wheel
 
 KILLS = 50
@@ -351,7 +351,7 @@ def test_a_download_ends_with_who_asked_for_it(number: int, tmp_path: Path) -> N
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text(ENDLESS)
     os.mkfifo(tmp_path / "pipe")
-    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
+    code = "from swaleak.targets.sources import from_release; from_release('0.5.18')"
     environment = {
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
         "PIPE": str(tmp_path / "pipe"),
@@ -375,7 +375,7 @@ def test_downloads_that_are_killed_leave_a_whole_release_or_none(
     cache = tmp_path / "cache"
     monkeypatch.setenv("SWALEAK_CACHE", str(cache))
     kept = cache / "sglang-0.5.18.zip"
-    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
+    code = "from swaleak.targets.sources import from_release; from_release('0.5.18')"
 
     def fetch(limit: float | None) -> None:
         process = subprocess.Popen(

@@ -21,9 +21,9 @@ COMPARE = """
 import sys
 import torch
 from pathlib import Path
-from swaleak.sglang import loader, shims, source
+from swaleak.targets import loader, shims, source
 from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
+from swaleak.targets.open import Builtin, Sizes
 from tests.test_loader import grow
 
 importer = loader._Importer(source.from_wheel(Path(sys.argv[1])), "cpu")

@@ -14,13 +14,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swaleak.script import catalogue
-from swaleak.script.scenario import Scenario
-from swaleak.script.write import to_toml
-from swaleak.sglang import loader
-from swaleak.sglang.patch import split
-from swaleak.sglang.source import ALLOCATOR, SourceTree
-from swaleak.target import names
+from swaleak.scenario import catalogue
+from swaleak.scenario.scenario import Scenario
+from swaleak.scenario.write import to_toml
+from swaleak.targets import loader
+from swaleak.targets.patch import split
+from swaleak.targets.sources import ALLOCATOR, SourceTree
+from swaleak.targets import open as open_module
 from tests.conftest import Cli, wheel
 
 SWA = f"{ALLOCATOR}/swa.py"
@@ -109,7 +109,7 @@ def test_a_mark_in_a_patched_column_and_no_strategy_that_a_patch_ships(
     (tmp_path / "nop.diff").write_text(diff(text, f"# changed\n{text}", "python/"))
     said = cli("check", wheel("0.5.18"), "--patch", tmp_path / "nop.diff").out
     assert [line for line in said.splitlines() if line.lstrip().startswith("!")] == [
-        "! as patched: not clean, nor refused misuse, whatever is known of it as shipped.",
+        "! as patched: neither clean nor refused as misuse; known faults excuse no patch.",
     ]
     assert ("tombstone-recovery         2/1 leak   !2/1 leak" in said, said.count("ships")) == (
         True,
@@ -123,7 +123,7 @@ ROWS = {
     ("barrier",): [
         "barrier    grafted",
         "barrier    on patched",
-        "barrier on patched: swaleak's frees stand in for the patched ones",
+        "barrier on patched: swaleak's frees replace the patched",
     ],
 }
 

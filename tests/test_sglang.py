@@ -25,7 +25,7 @@ from swaleak.script.read import parse
 from swaleak.script.trace import TraceReader
 from swaleak.script.write import to_toml
 from swaleak.search.reduce import reduce
-from swaleak.target import open_target
+from swaleak.targets.open import open_target
 
 pytestmark = [
     pytest.mark.sglang,
@@ -190,7 +190,7 @@ def test_a_killed_recording_replays_up_to_its_last_line(tmp_path):
 
 def test_a_second_allocator_of_a_process_gets_its_own_trace(tmp_path):
     code = (
-        "from swaleak.sglang.tree import Caches; c = Caches('cpu'); "
+        "from swaleak.targets.radix_cache import Caches; c = Caches('cpu'); "
         "c.make('swa', None, 8, 8, 4, 1); c.make('unified', None, 8, 8, 4, 1)"
     )
     run("-c", code, swaleak=f"record:{tmp_path}/t.jsonl")

@@ -303,4 +303,4 @@ def test_a_trace_without_a_group_says_that_nothing_was_judged(cli, tmp_path):
     answer = cli("replay", trace, "-s", "barrier", "--on", "builtin")
     said = " ".join(answer.out.split())
     assert answer.code == 0
-    assert "barrier: no free group ends in this trace, so that nothing was judged" in said
+    assert "barrier: no free group ends in this trace, so nothing was judged" in said

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from swaleak.allocator.state import State
 from swaleak.check.ledger import Ledger
+from swaleak.errors import page_list
 from swaleak.script.scenario import KINDS
-from swaleak.words import named
 
 Add = Callable[..., None]  # kind, page, pool, owner
 
@@ -40,7 +40,7 @@ class Violation:
 
     def __str__(self) -> str:
         where = f"{self.owner}'s" if self.owner else str(self.pool)
-        return f"{self.kind}: {where} {named(self.pages)}"
+        return f"{self.kind}: {where} {page_list(self.pages)}"
 
 
 @dataclass(frozen=True, slots=True)

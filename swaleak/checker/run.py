@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from swaleak.checker.compare import (
     Comparison,
@@ -78,6 +79,12 @@ class Run:
     steps: tuple[StepResult, ...] = ()
 
     @property
+    def signature(self) -> tuple[str, frozenset[tuple[str, str | None]]]:
+        """How it fails: two runs with the same signature fail in the same way."""
+        violations = self.comparison.violations
+        return self.verdict, frozenset((one.kind, one.pool) for one in violations)
+
+    @property
     def kinds(self) -> frozenset[str]:
         """The kinds of violations that were seen at any time."""
         seen = (*self.comparison.violations, *(violation for _, violation in self.healed))
@@ -102,6 +109,10 @@ class Execution:
             raise ScriptError(reason)
         check_room(step, self.shadow)
         self.make(step)
+
+    def is_legal(self, step: Step) -> bool:
+        """Whether a step makes sense now."""
+        return refusal(step, self.shadow) is None
 
     def make(self, step: Step) -> None:
         """Make the calls of a step that is known to be legal."""
@@ -177,6 +188,11 @@ class Findings:
             (at, Violation(kind, tuple(pages), pool, owner))
             for (at, kind, pool, owner), pages in joined.items()
         )
+
+
+    def run(self, **rest: Any) -> Run:
+        """Return the outcome; ``rest``: the other fields of ``Run``."""
+        return Run(self.verdict, self.comparison, self.failed_at, self.healed, **rest)
 
 
 def _single(violation: Violation) -> Iterable[Violation]:
@@ -272,11 +288,7 @@ class _ScriptRunner:
     def run(self, made: int) -> Run:
         """Return the outcome."""
         findings = self.findings
-        return Run(
-            verdict=findings.verdict,
-            comparison=findings.comparison,
-            failed_at=findings.failed_at,
-            healed=findings.healed,
+        return findings.run(
             raised=findings.raised[1] if findings.raised else None,
             unmet=tuple(self.unmet.values()),
             exhausted=findings.exhausted is not None,

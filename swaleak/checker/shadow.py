@@ -323,6 +323,23 @@ class Shadow:
                 if other != node and taken.isdisjoint(old.pages)
             }
 
+    def own(self, node: str, full: Sequence[int], swa: Sequence[int | None], slots: int) -> None:
+        """Enter an owner: its full pages, beside each its SWA page, how many slots it has.
+
+        The SWA page is None for a tombstone, ``MISSING`` where there should be one.
+        """
+        size = self.page_size
+        for at, (page, peer) in enumerate(zip(full, swa, strict=True)):
+            self.owned.cells[page] = 1
+            filled = min(size, slots - at * size)
+            if peer is not None and peer > 0 and filled == size:
+                self._set_page(page, peer)
+            elif peer is not None:
+                for offset in range(filled):
+                    there = peer * size + offset if peer > 0 else MISSING
+                    self._set_slot(page * size + offset, there)
+        self.nodes[node] = Node((), tuple(full), slots)
+
     def drop(self, node: str) -> None:
         """Its owner has freed it."""
         gone = self.nodes.pop(node)

@@ -1,4 +1,4 @@
-"""What `swaleak bench` prints: a table a clock, Markdown to paste, and JSON."""
+"""What `swaleak bench` prints: a table per clock, Markdown to paste, and JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from swaleak import __version__
-from swaleak.bench.cases import Settings
-from swaleak.bench.contestant import Contestant
-from swaleak.bench.figures import Result, Timing
-from swaleak.report.report import STYLES, Cell, Grid, Report, Section
-from swaleak.target import SHIPPED
+from swaleak.benchmark.measure import Contestant, Settings
+from swaleak.benchmark.statistics import Result
+from swaleak.report.model import STYLES, Cell, Grid, Report, Section
+from swaleak.targets.open import SHIPPED
 
-AGAIN = "A/A"  # the baseline's second self
+TITLES = {"gpu": "GPU time, us per group", "wall": "wall time, us per group"}
+OWN_CODE = "SGLang's own code"
+LEFT = ("recovery", "strategy")
+RIGHT = ("size", "calls", "pages", "median", "95 % interval")
 
 
 def bench_report(
@@ -30,14 +32,12 @@ def bench_report(
     """Return the report. ``asked``: how many cases were to be measured."""
     machine = machine_facts(device)
     complete = len(results) == asked and all(r.samples == settings.samples for r in results)
-    sections = [_section("wall time, us a group", contestants, results, "wall")]
-    if results[0].gpu:
-        sections.insert(0, _section("GPU time, us a group", contestants, results, "gpu"))
+    samples = " to ".join(map(str, sorted({result.samples for result in results})))
     lines = (
         *_notes(contestants, results, settings),
-        f"{'' if complete else 'interrupted: '}{_counts(results, asked)}, "
-        f"{settings.warmup} warm-ups, seed {settings.seed}",
-        "machine: " + ", ".join(f"{value}" for value in machine.values() if value),
+        f"{'' if complete else 'interrupted: '}{len(results)} of {asked} cases, {samples} samples "
+        f"each, {settings.warmup} warm-ups, seed {settings.seed}",
+        "machine: " + ", ".join(fact for fact in machine.values() if fact),
     )
     body = {
         "complete": complete,
@@ -46,69 +46,67 @@ def bench_report(
         "baseline": contestants[0].label,
         "cases": [_case_json(contestants, result) for result in results],
     }
+    names = [one.target.name for one in contestants if one.strategy != SHIPPED]
+    models = ["the built-in model" if name == "builtin" else name for name in dict.fromkeys(names)]
     header = (
         f"swaleak {__version__}: {contestants[0].label} against "
-        f"{', '.join(one.label for one in contestants[1:])} on {_where(contestants)}, "
+        f"{', '.join(one.label for one in contestants[1:])} "
+        f"on {', '.join(models or [OWN_CODE])}, "
         f"{device}, torch {torch.__version__}"
     )
+    sections = [_section(contestants, results, clock) for clock in results[0].timings]
     sections.append(Section("", None, lines))
     return Report("bench", complete, header, tuple(sections), body, str(torch.__version__), device)
 
 
 def machine_facts(device: str) -> dict[str, str | None]:
-    """Return what a reader of the figures wants to know of this machine."""
+    """Return what a reader of the figures needs to know about this machine."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if "model name" in line]
+    except OSError:
+        names = []
+    cpu = names[0] if names else platform.processor() or platform.machine()
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     return {
-        "cpu": f"{_cpu()} ({os.cpu_count()} cores)",
+        "cpu": f"{cpu} ({os.cpu_count()} cores)",
         "gpu": gpu and f"{gpu}, CUDA {torch.version.cuda}",
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if "model name" in line]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _section(
-    title: str, contestants: Sequence[Contestant], results: Sequence[Result], clock: str
-) -> Section:
+def _section(contestants: Sequence[Contestant], results: Sequence[Result], clock: str) -> Section:
     rows = [row for result in results for row in _rows(contestants, result, clock)]
-    columns = ("size", "calls", "pages", "strategy", "median", "95 % interval", "verdict")
-    right = frozenset({"size", "calls", "pages", "median", "95 % interval"})
-    noise = max(timings[-1].noise for r in results if (timings := getattr(r, clock)))
-    line = f"noise: {AGAIN}, the baseline against itself, differs by at most {noise:.1%}".replace(
-        "%", " %"
-    )
-    return Section(title, Grid(columns, tuple(rows), right), (line,))
+    columns = (*RIGHT[:3], *LEFT, *RIGHT[3:], "verdict")
+    noise = f"{max(result.timings[clock][-1].noise for result in results):.1%}"
+    line = f"noise: A/A, the baseline against itself, differs by at most {noise[:-1]} %"
+    # a blank between cells is enough, and leaves room for the labels of wheels and checkouts
+    grid = Grid(columns, tuple(rows), frozenset(RIGHT), gap=0)
+    return Section(TITLES[clock], grid, (line,))
 
 
 def _rows(
     contestants: Sequence[Contestant], result: Result, clock: str
 ) -> Iterator[tuple[Cell, ...]]:
-    timings: tuple[Timing, ...] = getattr(result, clock)
-    shape, noise = result.shape, timings[-1].noise
-    case = [str(shape.page_size), str(shape.calls), str(shape.pages)]
-    labels = [*(one.label for one in contestants), AGAIN]
-    for i, (label, timing) in enumerate(zip(labels, timings, strict=True)):
-        audit = result.audits[i % len(contestants)]
-        said = [timing.verdict(noise) if i else "baseline"]
-        if audit != "clean" and label != AGAIN:
-            said.append(audit)
-        interval = f"{_percent(timing.low)}..{_percent(timing.high)} %"
+    case, timings = result.case, result.timings[clock]
+    sizes = [
+        str(case.page_size),
+        str(case.calls),
+        str(case.pages),
+        "yes" if case.recovery else "no",
+    ]
+    labels = [*(one.label for one in contestants), "A/A"]
+    verdicts = [*result.verdicts, "clean"]
+    for i, (label, timing, judged) in enumerate(zip(labels, timings, verdicts, strict=True)):
+        interval = f"{_percent(timing.low)}..{_percent(timing.high)} %" if i else ""
+        verdict = timing.verdict(timings[-1].noise) if i else "baseline"
+        clean = judged == "clean"
         yield (
-            *(Cell(text) for text in case),
-            Cell(label),
-            Cell(f"{timing.us:.1f}"),
-            Cell(interval if i else ""),
-            Cell(", ".join(said), STYLES[audit] if audit != "clean" else ""),
+            *(Cell(text) for text in (sizes if i == 0 else [""] * len(sizes))),
+            *(Cell(text) for text in (label, f"{timing.us:.1f}", interval)),
+            Cell(verdict) if clean else Cell(f"{verdict}, {judged}", STYLES[judged]),
         )
-        case = ["", "", ""]
 
 
 def _percent(ratio: float) -> str:
@@ -120,69 +118,52 @@ def _notes(
     contestants: Sequence[Contestant], results: Sequence[Result], settings: Settings
 ) -> Iterator[str]:
     call = "free_swa_segment" if settings.segment else "free_swa"
-    yield f"size: slots a page; calls: {call} calls a group; pages: a call"
     yield (
-        f"timed: {'a group with a recovery in it' if settings.recover else 'a group'}, "
-        f"{'with' if settings.whole else 'without'} the physical release"
+        f"size: slots per page; calls: {call} calls per group; pages: per call; "
+        f"recovery: whether the group ends with the recovery of a tombstone"
     )
-    wrong = [
-        f"{one.label} ({audit})"
-        for one, audit in zip(contestants, results[0].audits, strict=True)
-        if audit != "clean"
-    ]
-    if wrong:
-        yield f"WRONG: {', '.join(wrong)}; what loses pages is no bargain"
-    shipped = [one.label for one in contestants if one.origin in ("shipped", "patched")]
-    grafted = [one.label for one in contestants if one.origin == "grafted"]
+    yield f"timed: one free group, {'with' if settings.whole else 'without'} the physical release"
+    for i, one in enumerate(contestants):
+        for recovery, where in ((False, "without"), (True, "with")):
+            seen = {r.verdicts[i] for r in results if r.case.recovery is recovery} - {"clean"}
+            if seen:
+                fault = "loses" if "leak" in seen else "corrupts"
+                yield (
+                    f"INCORRECT: {one.label} {fault} pages in groups {where} a recovery; "
+                    f"its timings there are not comparable"
+                )
+    origins = {one.label: one.target.origin(one.strategy) for one in contestants}
+    shipped = [label for label, origin in origins.items() if origin in ("shipped", "patched")]
+    grafted = [label for label, origin in origins.items() if origin == "grafted"]
     if shipped and grafted:
         yield (
-            f"{', '.join(shipped)}: SGLang's own code; {', '.join(grafted)}: grafted on it, with "
-            f"look-ups of swaleak's, which differ too"
+            f"{', '.join(shipped)}: {OWN_CODE}; {', '.join(grafted)}: grafted on it, with "
+            f"swaleak's own look-ups, which differ too"
         )
 
 
-def _counts(results: Sequence[Result], asked: int) -> str:
-    samples = sorted({result.samples for result in results})
-    return f"{len(results)} of {asked} cases, {' to '.join(map(str, samples))} samples each"
-
-
-def _where(contestants: Sequence[Contestant]) -> str:
-    names = dict.fromkeys(one.target.name for one in contestants if one.strategy != SHIPPED)
-    if not names:
-        return "SGLang's own code"
-    return ", ".join("the built-in model" if name == "builtin" else name for name in names)
-
-
 def _case_json(contestants: Sequence[Contestant], result: Result) -> dict[str, Any]:
-    entries = [_timing_json(result, i) for i in range(len(contestants) + 1)]
+    def entry(i: int) -> dict[str, Any]:
+        found: dict[str, dict[str, Any]] = {
+            clock: {**asdict(timings[i]), "verdict": timings[i].verdict(timings[-1].noise)}
+            for clock, timings in result.timings.items()
+        }
+        times = {f"{clock}_us": found.get(clock, {}).pop("us", None) for clock in ("wall", "gpu")}
+        return {**times, **found["wall"], "gpu": found.get("gpu")}
+
     return {
-        **asdict(result.shape),
+        **asdict(result.case),
         "samples": result.samples,
         "strategies": {
-            one.label: {"target": one.target.name, "origin": one.origin, "audit": audit, **entry}
-            for one, audit, entry in zip(contestants, result.audits, entries, strict=False)
+            one.label: {
+                "target": one.target.name,
+                "origin": one.target.origin(one.strategy),
+                "audit": verdict,
+                **entry(i),
+            }
+            for i, (one, verdict) in enumerate(zip(contestants, result.verdicts, strict=True))
         },
-        "a_a": entries[-1],
-        "noise": result.wall[-1].noise,
-        "gpu_noise": result.gpu[-1].noise if result.gpu else None,
-    }
-
-
-def _timing_json(result: Result, i: int) -> dict[str, Any]:
-    wall, gpu = result.wall[i], result.gpu[i] if result.gpu else None
-    return {
-        "wall_us": wall.us,
-        "gpu_us": gpu.us if gpu else None,
-        "ratio": wall.ratio,
-        "low": wall.low,
-        "high": wall.high,
-        "verdict": wall.verdict(result.wall[-1].noise),
-        "gpu": {
-            "ratio": gpu.ratio,
-            "low": gpu.low,
-            "high": gpu.high,
-            "verdict": gpu.verdict(result.gpu[-1].noise),
-        }
-        if gpu and result.gpu
-        else None,
+        "a_a": entry(len(contestants)),
+        "noise": result.timings["wall"][-1].noise,
+        "gpu_noise": result.timings["gpu"][-1].noise if "gpu" in result.timings else None,
     }

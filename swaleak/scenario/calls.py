@@ -32,6 +32,7 @@ class Call(Struct, frozen=True, tag_field="op", forbid_unknown_fields=True, omit
     """One call on an allocator, or one direct write of its mapping."""
 
     op: ClassVar[str]  # its name in a trace, and for a free that of the allocator's method
+    code: ClassVar[str]  # the same call as a line of an exported unittest
     allocates: ClassVar[bool] = False
 
     def make(self, driver: Any, shadow: Any) -> None:
@@ -75,6 +76,8 @@ class Allocation(Call, frozen=True):
 class Alloc(Allocation, frozen=True, tag="alloc"):
     """``alloc``: at page size 1, slots of both pools."""
 
+    code: ClassVar[str] = "{new} = allocator.alloc({n})"
+
     def ask(self, driver: Any, shadow: Any) -> Any:
         """Call ``alloc``."""
         return driver.alloc(self.n)
@@ -83,6 +86,8 @@ class Alloc(Allocation, frozen=True, tag="alloc"):
 class AllocPages(Allocation, frozen=True, tag="alloc_both"):
     """Whole pages of both pools and a mapping between them, as SGLang's tests allocate."""
 
+    code: ClassVar[str] = "{new} = self.alloc_pages({n})"
+
     def ask(self, driver: Any, shadow: Any) -> Any:
         """Call ``alloc`` of both pools, then ``set_full_to_swa_mapping``."""
         return driver.alloc_pages(self.n)
@@ -90,6 +95,10 @@ class AllocPages(Allocation, frozen=True, tag="alloc_both"):
 
 class AllocExtend(Allocation, frozen=True, tag="extend"):
     """``alloc_extend``. ``prefix``, ``seq``: tokens per request; ``last``: slot of the last one."""
+
+    code: ClassVar[str] = (
+        "{new} = allocator.alloc_extend(*self.growth({prefix}, {seq}, {last}), {n})"
+    )
 
     prefix: tuple[Number, ...]
     seq: tuple[Number, ...]
@@ -109,6 +118,8 @@ class AllocExtend(Allocation, frozen=True, tag="extend"):
 class AllocDecode(Allocation, frozen=True, tag="decode"):
     """``alloc_decode``: one token per request. ``seq``: tokens with it, per request."""
 
+    code: ClassVar[str] = "{new} = allocator.alloc_decode(*self.growth({seq}, {seq}, {last})[2:])"
+
     seq: tuple[Number, ...]
     last: Slots
 
@@ -124,6 +135,10 @@ class AllocDecode(Allocation, frozen=True, tag="decode"):
 
 class AllocExtendSwaTail(AllocExtend, frozen=True, tag="tail"):
     """``alloc_extend_swa_tail``: only the last ``tail`` tokens get an SWA peer."""
+
+    code: ClassVar[str] = (
+        "{new} = allocator.alloc_extend_swa_tail(*self.growth({prefix}, {seq}, {last}), {n}, {tail})"
+    )
 
     tail: Number
 
@@ -145,6 +160,8 @@ class AllocExtendSwaTail(AllocExtend, frozen=True, tag="tail"):
 class AllocFull(Call, frozen=True, tag="alloc_full"):
     """``full_attn_allocator.alloc``: full slots without peers."""
 
+    code: ClassVar[str] = "{new} = allocator.full_attn_allocator.alloc({n})"
+
     full: Number
     n: Number
 
@@ -163,6 +180,8 @@ class AllocFull(Call, frozen=True, tag="alloc_full"):
 class AllocSwa(Call, frozen=True, tag="alloc_swa"):
     """``swa_attn_allocator.alloc``: SWA slots that nothing maps to yet."""
 
+    code: ClassVar[str] = "{new_swa} = allocator.swa_attn_allocator.alloc({n})"
+
     swa: Number
     n: Number
 
@@ -180,6 +199,8 @@ class AllocSwa(Call, frozen=True, tag="alloc_swa"):
 class Point(Call, frozen=True, tag="point"):
     """``set_full_to_swa_mapping``: full slots get these SWA slots as peers."""
 
+    code: ClassVar[str] = "allocator.set_full_to_swa_mapping({full}, {swa})"
+
     full: Slots
     swa: Slots
 
@@ -194,6 +215,11 @@ class Point(Call, frozen=True, tag="point"):
 class PointAtPeers(Call, frozen=True, tag="point_at_peers"):
     """``set_full_to_swa_mapping``: full slots get the SWA peers that ``source`` has now."""
 
+    code: ClassVar[str] = (
+        "allocator.set_full_to_swa_mapping({full}, "
+        "allocator.translate_loc_from_full_to_swa({source}))"
+    )
+
     full: Slots
     source: Slots
 
@@ -207,6 +233,8 @@ class PointAtPeers(Call, frozen=True, tag="point_at_peers"):
 
 class ClearMapping(Call, frozen=True, tag="clear"):
     """A direct write, ``full_to_swa_index_mapping[full] = 0``, as SGLang's caches make it."""
+
+    code: ClassVar[str] = "allocator.full_to_swa_index_mapping[{full}] = 0"
 
     full: Slots
 
@@ -242,13 +270,19 @@ class FreeCall(Call, frozen=True):
 class Free(FreeCall, frozen=True, tag="free"):
     """``free``."""
 
+    code: ClassVar[str] = "allocator.free({passed})"
+
 
 class FreeSegment(FreeCall, frozen=True, tag="free_segment"):
     """``free_segment`` with ``start_pos`` 0."""
 
+    code: ClassVar[str] = 'self.segment("free_segment", "free", {passed})'
+
 
 class FreeSwa(FreeCall, frozen=True, tag="free_swa"):
     """``free_swa``."""
+
+    code: ClassVar[str] = "allocator.free_swa({passed})"
 
     full_side: ClassVar[bool] = False
 
@@ -256,17 +290,23 @@ class FreeSwa(FreeCall, frozen=True, tag="free_swa"):
 class FreeSwaSegment(FreeCall, frozen=True, tag="free_swa_segment"):
     """``free_swa_segment`` with ``start_pos`` 0."""
 
+    code: ClassVar[str] = 'self.segment("free_swa_segment", "free_swa", {passed})'
+
     full_side: ClassVar[bool] = False
 
 
 class FreeFull(FreeCall, frozen=True, tag="free_full"):
     """``free_full``: the full slots of a tombstone."""
 
+    code: ClassVar[str] = "self.free_full({passed})"
+
     swa_side: ClassVar[bool] = False
 
 
 class FreeFullSegment(FreeCall, frozen=True, tag="free_full_segment"):
     """``free_full_segment`` with ``start_pos`` 0."""
+
+    code: ClassVar[str] = 'self.segment("free_full_segment", "free", {passed})'
 
     swa_side: ClassVar[bool] = False
 
@@ -277,6 +317,8 @@ class FreeFullPool(Call, frozen=True, tag="free_full_pool"):
     ``cleared``: in the recorded run no mapping entry was left; a cache clears them by a direct
     write that no recorder sees, so it is made here.
     """
+
+    code: ClassVar[str] = "allocator.full_attn_allocator.free({full})"
 
     full: Slots
     cleared: bool
@@ -294,6 +336,8 @@ class FreeFullPool(Call, frozen=True, tag="free_full_pool"):
 class FreeSwaPool(Call, frozen=True, tag="free_swa_pool"):
     """``swa_attn_allocator.free``: past the hybrid allocator."""
 
+    code: ClassVar[str] = "allocator.swa_attn_allocator.free({swa})"
+
     swa: Slots
 
     def make(self, driver: Any, shadow: Any) -> None:
@@ -306,6 +350,8 @@ class FreeSwaPool(Call, frozen=True, tag="free_swa_pool"):
 class Overwrite(Call, frozen=True, tag="overwrite"):
     """The caller overwrites, in place, an index tensor that it has passed to a free."""
 
+    code: ClassVar[str] = "{buffer}.copy_({source})"
+
     buffer: str
     source: Slots
 
@@ -317,6 +363,8 @@ class Overwrite(Call, frozen=True, tag="overwrite"):
 class GroupBegin(Call, frozen=True, tag="begin"):
     """``free_group_begin``."""
 
+    code: ClassVar[str] = "allocator.free_group_begin()"
+
     def make(self, driver: Any, shadow: Any) -> None:
         """Open a free group."""
         driver.group_begin()
@@ -325,6 +373,8 @@ class GroupBegin(Call, frozen=True, tag="begin"):
 
 class GroupEnd(Call, frozen=True, tag="end"):
     """``free_group_end``. ``physical``, ``mapped``: SWA pages in the recorded run, afterwards."""
+
+    code: ClassVar[str] = "allocator.free_group_end()"
 
     physical: Number | None = None
     mapped: Number | None = None

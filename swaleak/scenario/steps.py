@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import msgspec
 from msgspec import Meta, Struct, field
 
 from swaleak.scenario import calls
@@ -82,12 +81,10 @@ class Alloc(Step, frozen=True):
     key: ClassVar[str] = "alloc"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """``alloc``, or whole pages of both pools."""
         call = calls.Alloc if shadow.page_size == 1 else calls.AllocPages
         yield call(shadow.full.next, shadow.swa.next, self.pages * shadow.page_size)
 
     def rename(self, shadow: Shadow) -> None:
-        """A new node."""
         slots = self.pages * shadow.page_size
         shadow.name(self.node, ((shadow.full.next - slots, slots),))
 
@@ -105,7 +102,6 @@ class AllocTail(Step, frozen=True):
     key: ClassVar[str] = "alloc_tail"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """``alloc_extend_swa_tail`` for a request without a prefix."""
         size = shadow.page_size
         tokens = self.pages * size
         yield calls.AllocExtendSwaTail(
@@ -133,7 +129,6 @@ class Extend(Step, frozen=True):
     key: ClassVar[str] = "extend"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """``alloc_extend`` for one request; ``alloc`` at page size 1, as the scheduler does."""
         first, swa, tokens = shadow.full.next, shadow.swa.next, self.tokens
         if shadow.page_size == 1:
             yield calls.Alloc(first, swa, tokens)
@@ -144,7 +139,6 @@ class Extend(Step, frozen=True):
         )
 
     def rename(self, shadow: Shadow) -> None:
-        """The node has more slots."""
         node = shadow.nodes.get(self.node)
         numbers = node.numbers if node else ()
         new = (shadow.full.next - self.tokens, self.tokens)
@@ -165,7 +159,6 @@ class Decode(Step, frozen=True):
     tokens: ClassVar[int] = 1
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """``alloc_decode`` for one request; ``alloc`` at page size 1."""
         first, swa = shadow.full.next, shadow.swa.next
         if shadow.page_size == 1:
             yield calls.Alloc(first, swa, 1)
@@ -194,7 +187,6 @@ class FreeStep(Step, frozen=True):
         return None if slots is None else _part("slots", slots)
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """The free of that name."""
         node = self.owner(shadow)
         numbers = node.numbers
         if (part := self.part) is not None:
@@ -214,7 +206,6 @@ class FreeStep(Step, frozen=True):
         return range(first // size, -(-stop // size) if first < stop else 0)
 
     def rename(self, shadow: Shadow) -> None:
-        """The node keeps the rest of its pages, if its full side was freed."""
         if not self.call.full_side:
             if self.node not in shadow.nodes and not any(shadow.peers(self.owner(shadow))):
                 del shadow.freed[self.node]
@@ -286,12 +277,10 @@ class Recover(Step, frozen=True):
     key: ClassVar[str] = "recover"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """Point the node at the peers, clear their old mapping directly, free the full slots."""
         yield from Adopt.lower(self, shadow)  # type: ignore[arg-type]
         yield calls.FreeFullPool(shadow.nodes[self.source].numbers, cleared=False)
 
     def rename(self, shadow: Shadow) -> None:
-        """The source is gone."""
         del shadow.nodes[self.source]
 
     def __str__(self) -> str:
@@ -307,7 +296,6 @@ class Adopt(Step, frozen=True):
     key: ClassVar[str] = "adopt"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """Point the node at the peers, clear their old mapping directly."""
         node = shadow.nodes[self.node] if self.node in shadow.nodes else shadow.freed[self.node]
         source = shadow.nodes[self.source]
         yield calls.PointAtPeers(node.numbers, source.numbers)
@@ -325,13 +313,11 @@ class Replace(Step, frozen=True):
     key: ClassVar[str] = "replace"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """``free_full`` of a tombstone, ``free`` of another node."""
         node = shadow.nodes[self.node]
         call = calls.Free if any(shadow.peers(node)) else calls.FreeFull
         yield call(node.numbers)
 
     def rename(self, shadow: Shadow) -> None:
-        """The source goes by the node's name."""
         shadow.nodes[self.node] = shadow.nodes.pop(self.source)
 
     __str__ = Recover.__str__
@@ -345,7 +331,6 @@ class LoadBack(Step, frozen=True):
     key: ClassVar[str] = "load_back"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """``alloc`` of the SWA pool, ``set_full_to_swa_mapping``."""
         node, first = shadow.nodes[self.node], shadow.swa.next
         yield calls.AllocSwa(first, len(node.pages) * shadow.page_size)
         yield calls.Point(node.numbers, ((first, node.slots),))
@@ -360,7 +345,6 @@ class Overwrite(Step, frozen=True):
     key: ClassVar[str] = "overwrite"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """A write of the caller's own."""
         yield calls.Overwrite(self.node, shadow.nodes[self.source].numbers)
 
     __str__ = Recover.__str__
@@ -374,7 +358,6 @@ class Group(Step, frozen=True):
     key: ClassVar[str] = "group"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
-        """``free_group_begin`` or ``free_group_end``."""
         yield calls.GroupBegin() if self.edge == "begin" else calls.GroupEnd()
 
     def __str__(self) -> str:
@@ -401,56 +384,6 @@ STEPS: dict[str, type[Any]] = {
         *(Free, FreeSwa, FreeFull, FreeSegment, FreeSwaSegment),
         *(Recover, Adopt, Replace, LoadBack, Overwrite, Group, Expect),
     )
-}
-
-
-MAX_PROMPT_PAGES = 1000
-LETTER_STEPS = ("alloc", "insert", "match", "lock", "unlock")
-PAGE_STEPS = ("evict_swa", "evict_full")
-
-
-class CacheStep(Step, frozen=True):
-    """A step of a cache's scenario: the cache makes the calls, so it lowers to none.
-
-    ``value``: a prompt, one letter per page, so that ``AB`` and ``AC`` share their first page; or a
-    number of pages to evict.
-    """
-
-    value: str | int
-
-    def nonsense(self) -> str | None:
-        """Return why its value cannot be used, None if it can."""
-        value = self.value
-        if isinstance(value, int):
-            in_range = 1 <= value <= MAX_SLOTS // 4096
-            return None if in_range else f"{self.key}: must be a whole number from 1"
-        if value.isalpha() and value.isascii() and len(value) <= MAX_PROMPT_PAGES:
-            return None
-        return f'{self.key} needs a prompt: letters, one per page, such as "AB"'
-
-    def __str__(self) -> str:
-        if isinstance(self.value, int):
-            return f"{self.key} {self.value} page{'' if self.value == 1 else 's'}"
-        return f"{self.key} {self.value}"
-
-
-def _cache_step(key: str, kind: type) -> type[Any]:
-    """Return the class of a cache's step, whose value stands under its name."""
-    name = "".join(word.capitalize() for word in key.split("_"))
-    return msgspec.defstruct(
-        f"Cache{name}",
-        [("value", kind, msgspec.field(name=key))],
-        bases=(CacheStep,),
-        namespace={"key": key},
-        frozen=True,
-    )
-
-
-CACHE_STEPS: dict[str, type[Any]] = {
-    **{key: _cache_step(key, str) for key in LETTER_STEPS},
-    **{key: _cache_step(key, int) for key in PAGE_STEPS},
-    "group": Group,
-    "expect": Expect,
 }
 
 

@@ -18,17 +18,9 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from swaleak.errors import ScriptError, UsageError, unknown
+from swaleak.scenario.cache_steps import CACHE_STEPS, CacheStep
 from swaleak.scenario.contract import CONTRACTS
-from swaleak.scenario.steps import (
-    CACHE_STEPS,
-    MAX_SLOTS,
-    STEPS,
-    CacheStep,
-    Count,
-    FreeStep,
-    FromZero,
-    Step,
-)
+from swaleak.scenario.steps import MAX_SLOTS, STEPS, Count, FreeStep, FromZero, Step
 
 SCHEMA = 1
 MAX_PAGE_SIZE = 4096

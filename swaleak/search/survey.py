@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swaleak.check.player import Allocator
@@ -13,7 +13,6 @@ from swaleak.search.explore import Coverage, Explorer, Progress, Shard, room
 from swaleak.search.fuzz import Fuzzer, Played, Tried
 from swaleak.search.fuzz import room as fuzz_room
 from swaleak.search.legal import Rules
-from swaleak.search.nearest import Likeness, examples, nearest
 from swaleak.search.witness import Witness, described_by, scenario_of, witness
 from swaleak.target import Sizes, Target
 
@@ -52,8 +51,8 @@ class Where:
 class Survey:
     """What a search has come to.
 
-    ``known``: per witness, the scenario that it is, if any; ``similar``: else the one that it is
-    most like. ``interrupted``: somebody stopped it before its end; ``covered`` says how far it was.
+    ``known``: per witness, the scenario that it is, if any. ``interrupted``: somebody stopped it
+    before its end; ``covered`` says how far it was.
     """
 
     where: Where
@@ -61,7 +60,6 @@ class Survey:
     covered: Coverage | Tried
     witnesses: tuple[Witness, ...]
     known: tuple[str | None, ...]
-    similar: tuple[Likeness | None, ...]
     interrupted: bool
 
     def scenario(self) -> Scenario:
@@ -104,21 +102,7 @@ def survey(where: Where, plan: Exhaustive | AtRandom, watch: Watch) -> Survey:
     witnesses = tuple(witness(lambda: make(pages, pages), order) for order in search.failing())
     catalogue = scenarios.catalogue()
     known = tuple(described_by(found.order, catalogue) for found in witnesses)
-    similar = _similar(where, witnesses, known, catalogue)
-    return Survey(where, plan, search.covered(), witnesses, known, similar, interrupted)
-
-
-def _similar(
-    where: Where,
-    witnesses: Sequence[Witness],
-    known: Sequence[str | None],
-    catalogue: Sequence[Scenario],
-) -> tuple[Likeness | None, ...]:
-    if all(known):
-        return (None,) * len(known)
-    among = examples(catalogue, where.target, where.strategy, where.page_size)
-    pairs = zip(witnesses, known, strict=True)
-    return tuple(None if name else nearest(found, among) for found, name in pairs)
+    return Survey(where, plan, search.covered(), witnesses, known, interrupted)
 
 
 def has_segments(target: Target, strategy: str) -> bool:

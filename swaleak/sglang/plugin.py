@@ -120,11 +120,11 @@ def _ships() -> str:
     import torch
 
     from swaleak.sglang.adapter import Driver, ships
-    from swaleak.sglang.loader import load
-    from swaleak.sglang.shims import BaseSWAKVPool
-    from swaleak.sglang.source import from_installed
+    from swaleak.targets.loader import ModuleLoader
+    from swaleak.targets.shims import BaseSWAKVPool
+    from swaleak.targets.sources import from_installed
 
-    class_ = load(from_installed(), "cpu")
+    class_ = ModuleLoader(from_installed(), "cpu").allocator_class
     return ships(Driver(class_(4, 4, 1, torch.bfloat16, "cpu", BaseSWAKVPool(), False)))
 
 

@@ -6,6 +6,7 @@ The built-in model has that shape too, so one driver serves both. Names are thos
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +15,20 @@ from torch import Tensor
 from swaleak.allocator.hybrid import GroupedFrees
 from swaleak.allocator.strategies import Strategy
 from swaleak.allocator.write_guard import plain
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Pool sizes in pages, without the padding page, and slots per page."""
+
+    full_pages: int
+    swa_pages: int
+    page_size: int
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots of the full and of the SWA pool."""
+        return self.full_pages * self.page_size, self.swa_pages * self.page_size
 
 
 class State(NamedTuple):

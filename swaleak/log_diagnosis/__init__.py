@@ -1,0 +1,1 @@
+"""Finds leak messages in a server log and works out what they mean. Needs no torch."""
