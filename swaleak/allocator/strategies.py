@@ -35,6 +35,9 @@ class Owner(Protocol):
 class Queue(list[Tensor]):
     """Slots that wait for the end of the group, int64[n] each."""
 
+    def __copy__(self) -> Queue:
+        return Queue(self)
+
     def take(self) -> Tensor:
         """Empty the queue. Return all slots, int64[m]."""
         slots = self[0] if len(self) == 1 else torch.cat(self)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from swaleak.scenario.calls import Slots
 
 MISSING = -1  # the peer of a slot that should have been handed out with one and was not
 TORN = -1  # the peer of a full page whose slots do not map to one SWA page in order
+FEW = 64  # slots
 SWEEP = 1024  # allocations after which those that cannot be referred to are forgotten
 
 
@@ -96,24 +98,29 @@ class SlotTable:
 
         Raises ``ScriptError`` for a number that refers to no slot.
         """
-        if len(ranges) == 1:
-            first, count = ranges[0]
-            span = self.spans.get(first)
-            if span is not None and count == len(span.slots):
-                self._check(first, span.pages)
-                return Span(span.slots.clone(), span.pages, span.whole)
-        parts = [part for first, count in ranges for part in self._parts(first, count)]
-        if not parts:
+        spans = self._spans(ranges)
+        if not spans:
             return span_of(torch.zeros(0, dtype=torch.int64), self.page_size)
-        slots = torch.cat([part.slots for part in parts])
-        if all(part.whole for part in parts):
-            return Span(slots, [page for part in parts for page in part.pages], True)
+        if len(spans) == 1 and spans[0].whole:
+            slots, pages, _ = spans[0]
+            return Span(slots.clone(), pages, True)
+        slots = torch.cat([span.slots for span in spans])
+        if all(span.whole for span in spans):
+            return Span(slots, [page for span in spans for page in span.pages], True)
         return span_of(slots, self.page_size)
 
     def pages_of(self, ranges: Slots) -> tuple[int, ...]:
         """Return the pages of slots, each once, in order."""
-        parts = (part for first, count in ranges for part in self._parts(first, count))
-        return tuple(dict.fromkeys(page for part in parts for page in part.pages))
+        return tuple(dict.fromkeys(page for span in self._spans(ranges) for page in span.pages))
+
+    def _spans(self, ranges: Slots) -> list[Span]:
+        if len(ranges) == 1:
+            first, count = ranges[0]
+            span = self.spans.get(first)
+            if span is not None and count == span.slots.numel():
+                self._check(first, span.pages)
+                return [span]
+        return [part for first, count in ranges for part in self._parts(first, count)]
 
     def _parts(self, first: int, count: int) -> Iterable[Span]:
         """Yield the slots of one range, allocation by allocation."""
@@ -127,10 +134,11 @@ class SlotTable:
             at = bisect_right(self.firsts, first) - 1
             start = self.firsts[at] if at >= 0 else 0
             span = self.spans.get(start)
-            if span is None or first - start >= len(span.slots):
+            total = 0 if span is None else span.slots.numel()
+            if span is None or first - start >= total:
                 raise ScriptError(f"nobody holds the slot with number {first}")
-            low, high = first - start, min(stop - start, len(span.slots))
-            part = span if high - low == len(span.slots) else self._slice(span, low, high)
+            low, high = first - start, min(stop - start, total)
+            part = span if high - low == total else self._slice(span, low, high)
             self._check(start, part.pages)
             yield part
             first = start + high
@@ -157,18 +165,29 @@ class SlotTable:
         self.limit = max(SWEEP, 2 * len(self.firsts))
 
 
+@cache
+def _offsets(page_size: int) -> Tensor:
+    return torch.arange(page_size)
+
+
 def span_of(slots: Tensor, page_size: int) -> Span:
     """Return slots, int64[n] on the host, with the pages that they lie in."""
     if page_size == 1:
         return Span(slots, slots.tolist(), True)
-    if len(slots) and len(slots) % page_size == 0:
+    count = slots.numel()
+    if count <= FEW:  # kernels would take longer
+        numbers = slots.tolist()
+        pages = [first // page_size for first in numbers[::page_size]]
+        if numbers == [page * page_size + at for page in pages for at in range(page_size)]:
+            return Span(slots, pages, True)
+        return Span(slots, list(dict.fromkeys(number // page_size for number in numbers)), False)
+    if count % page_size == 0:
         rows = slots.view(-1, page_size)
-        if not int(rows[0, 0]) % page_size:
-            firsts = rows[:, 0].tolist()
-            if torch.equal(rows, rows[:, :1] + torch.arange(page_size)):
-                pages = [first // page_size for first in firsts]
-                if all(first % page_size == 0 for first in firsts):
-                    return Span(slots, pages, True)
+        firsts = rows[:, 0].tolist()
+        if not any(first % page_size for first in firsts) and torch.equal(
+            rows, rows[:, :1] + _offsets(page_size)
+        ):
+            return Span(slots, [first // page_size for first in firsts], True)
     pages = (slots // page_size).tolist()
     return Span(slots, list(dict.fromkeys(pages)), False)
 
@@ -220,7 +239,7 @@ class Shadow:
             self.clear_mapping(span)
             return
         peers = self.swa.add(swa_first, swa.to("cpu", torch.int64))
-        if not peers.slots[len(full) - tail :].all():
+        if not (peers.whole and all(peers.pages)) and not peers.slots[len(full) - tail :].all():
             missing = (peers.slots == 0) & (torch.arange(len(full)) >= len(full) - tail)
             peers = span_of(torch.where(missing, MISSING, peers.slots), self.page_size)
         self.point(span, peers)
@@ -238,6 +257,16 @@ class Shadow:
             for slot, peer in zip(full.slots.tolist(), swa.slots.tolist(), strict=True):
                 self._set_slot(slot, peer)
         self.unmapped.difference_update(swa.pages)
+
+    def point_at_peers(self, full: Span, source: Span) -> None:
+        """Full slots map to what ``source`` maps to, from now on."""
+        peers = [self.peer.cells[page] for page in source.pages]
+        if full.whole and source.whole and TORN not in peers:
+            for page, peer in zip(full.pages, peers, strict=True):
+                self._set_page(page, peer)
+            return
+        slots = self.mapping.tensor[source.slots].clamp(min=0)
+        self.point(full, span_of(slots, self.page_size))
 
     def clear_mapping(self, full: Span) -> None:
         """These full slots, and no others of their pages, map to nothing any more."""
@@ -281,9 +310,10 @@ class Shadow:
 
     # names
 
-    def name(self, node: str, numbers: Slots) -> None:
-        """Call the owner of these full slots ``node``."""
-        pages = self.full.pages_of(numbers)
+    def name(self, node: str, numbers: Slots, pages: tuple[int, ...] | None = None) -> None:
+        """Call the owner of these full slots ``node``. ``pages``: those of the slots, if known."""
+        if pages is None:
+            pages = self.full.pages_of(numbers)
         self.nodes[node] = Node(numbers, pages, sum(count for _, count in numbers))
         if self.freed:  # what was freed and is handed out again is nobody's to adopt
             taken = set(pages)
@@ -324,11 +354,9 @@ class Shadow:
 
     def peers(self, node: Node) -> list[int]:
         """Return the SWA page of each of its pages, 0 for none."""
-        return [self.peer.cells[page] for page in node.pages]
+        cells = self.peer.cells
+        return [cells[page] for page in node.pages]
 
-    def peers_of(self, full: Span) -> Span:
-        """Return the SWA slots that full slots map to."""
-        return span_of(self.mapping.tensor[full.slots].clamp(min=0), self.page_size)
 
     def maps(self, full: Span) -> bool:
         """Whether any of these full slots maps to something."""

@@ -26,12 +26,16 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 SCALARS = (bool, int, float, str, type(None))
 
 
+class Length(int):
+    """How many items of a container follow."""
+
+
 def entries(value: object) -> Iterator[object]:
     """Yield tensors and plain values of an attribute, containers one by one with their length."""
     if isinstance(value, (Tensor, *SCALARS)):
         yield value
     elif isinstance(value, CONTAINERS):
-        yield len(value)
+        yield Length(len(value))
         for item in value.items() if isinstance(value, dict) else value:
             yield from entries(item)
 
@@ -70,27 +74,25 @@ class Snapshot:
     """An allocator and its shadow at one point. Its cost is paid here: restoring is cheap."""
 
     def __init__(self, driver: Driver, shadow: Shadow) -> None:
-        tensors: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {id(buffer): buffer for buffer in shadow.buffers.values()}
         self.parts: list[tuple[dict[str, Any], dict[str, Any], list[tuple[str, Any]]]] = []
         for part in driver.parts():
-            live = vars(part)
-            held = [(name, copy(v)) for name, v in live.items() if isinstance(v, CONTAINERS)]
+            live, held = vars(part), []
+            for name, value in live.items():
+                if isinstance(value, Tensor):
+                    tensors[id(value)] = value
+                elif isinstance(value, CONTAINERS):
+                    held.append((name, copy(value)))
+                    tensors |= {id(t): t for t in entries(value) if isinstance(t, Tensor)}
             self.parts.append((live, dict(live), held))
-            for value in live.values():
-                tensors |= {id(t): t for t in entries(value) if isinstance(t, Tensor)}
-        tensors |= {id(buffer): buffer for buffer in shadow.buffers.values()}
         plains = [plain(tensor) for tensor in tensors.values()]
         self.tensors = [_Tensor(tensor, tensor.clone(), tensor._version) for tensor in plains]
-        self.shadow = [
-            (vars(where), *_values(vars(where))) for where in (shadow, shadow.full, shadow.swa)
-        ]
+        self.shadow = [_content(vars(where)) for where in (shadow, shadow.full, shadow.swa)]
 
     def restore(self) -> None:
         """Go back."""
         for live, attributes, held in self.parts:
-            if len(live) != len(attributes):
-                for name in live.keys() - attributes.keys():
-                    del live[name]
+            live.clear()  # attributes come and go, too
             live.update(attributes)
             for name, items in held:
                 live[name] = items[:] if type(items) is list else copy(items)
@@ -99,23 +101,25 @@ class Snapshot:
             w.tensor.copy_(w.content)
         for w in written:  # views share a counter: read it when all have been written
             w.version = w.tensor._version
-        for live, arrays, containers, scalars in self.shadow:
+        for live, scalars, arrays, containers in self.shadow:
+            live.update(scalars)
             for cells, content in arrays:
                 cells[:] = content
             for name, items in containers:
                 live[name] = items.copy()
-            live.update(scalars)
 
 
-def _values(live: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Return copies of a shadow's arrays and containers, and its plain values."""
-    arrays = {
-        id(cells): cells
-        for value in live.values()
-        if isinstance(cells := value.cells if isinstance(value, Cells) else value, array)
-    }
-    return (
-        [(cells, cells[:]) for cells in arrays.values()],
-        [(n, v.copy()) for n, v in live.items() if isinstance(v, (dict, set, list))],
-        {n: v for n, v in live.items() if isinstance(v, SCALARS)},
-    )
+def _content(live: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any], list[Any]]:
+    """Return a shadow's attributes, its plain values, and copies of its arrays and containers."""
+    scalars, arrays, containers = {}, [], []
+    for name, value in live.items():
+        kind = type(value)
+        if kind in (dict, set, list):
+            containers.append((name, value.copy()))
+        elif kind is Cells:
+            arrays.append((value.cells, value.cells[:]))
+        elif kind is array:
+            arrays.append((value, value[:]))
+        elif kind in SCALARS:
+            scalars[name] = value
+    return live, scalars, arrays, containers

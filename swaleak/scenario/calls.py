@@ -233,7 +233,7 @@ class PointAtPeers(Call, frozen=True, tag="point_at_peers"):
         full, source = shadow.full.find(self.full), shadow.full.find(self.source)
         shadow.check_lengths(full, source)
         driver.point(full.slots, driver.translate(source.slots))
-        shadow.point(full, shadow.peers_of(source))
+        shadow.point_at_peers(full, source)
 
 
 class ClearMapping(Call, frozen=True, tag="clear"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -29,85 +30,77 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 def refusal(step: Step, shadow: Shadow) -> str | None:
     """Return why a step makes no sense now, None if it does."""
-    nodes, freed = shadow.nodes, shadow.freed
-    absent = "{}: there is no node {!r} at this point".format
-    match step:
-        case steps.Alloc(node) | steps.AllocTail(node):
-            if isinstance(step, steps.AllocTail) and shadow.page_size == 1:
-                return "alloc_tail needs a page size above 1"
-            if node in nodes or node in shadow.orphans():
-                return f"node {node!r} is allocated already"
-            return _orphaned(shadow)
-        case steps.Extend(node) if node not in nodes:
-            return refusal(steps.Alloc(node), shadow)
-        case steps.Extend(node) | steps.Decode(node):
-            if node not in nodes:
-                return absent(step.key, node)
-            there = nodes[node]
-            if there.slots % shadow.page_size and not shadow.peers(there)[-1]:
-                return f"{step.key} {node}: its last page has no SWA peer to go on in"
-            return _orphaned(shadow)
-        case FreeStep(node):
-            orphan = not step.call.full_side and node in freed and any(shadow.peers(freed[node]))
-            if node not in nodes and not orphan:
-                return absent(step.key, node)
-            peers = _peers(step, shadow)
-            if not peers:
-                return f"{step.key} {node}: {step.part} refers to no slot"
-            if isinstance(step, steps.FreeFull) and any(peers):
-                return f"free_full {node}: it still has SWA pages"
-        case steps.Recover(node, source) | steps.Adopt(node, source):
-            tombstone = nodes.get(node)
-            if tombstone is None and isinstance(step, steps.Adopt):
-                tombstone = freed.get(node)
-            if tombstone is None:
-                return absent(step.key, node)
-            if any(shadow.peers(tombstone)):
-                return (
-                    f"{step.key} {node}: it is no tombstone, free_swa it first"
-                    if node in nodes
-                    else absent(step.key, node)
-                )
-            if source not in nodes:
-                return absent(step.key, source)
-            giver = nodes[source]
-            if not all(shadow.peers(giver)):
-                return f"{step.key}: {source!r} has no SWA pages to give"
-            if tombstone.slots != giver.slots:
-                counts = f"{tombstone.slots} and {giver.slots} slots"
-                return f"{step.key}: lengths differ, {counts}"
-        case steps.Replace(node, source):
-            missing = next((name for name in (node, source) if name not in nodes), None)
-            if missing is not None:
-                return absent(step.key, missing)
-        case steps.LoadBack(node):
-            if node not in nodes:
-                return absent(step.key, node)
-            if any(shadow.peers(nodes[node])):
-                return f"{step.key} {node}: it is no tombstone, free_swa it first"
-        case steps.Overwrite(_, source):
-            if source not in nodes:
-                return absent(step.key, source)
-    return None
+    return _judge(step, shadow)[0]
 
 
 def in_production(step: Step, shadow: Shadow) -> bool:
-    """Whether a step that makes sense is one that SGLang's caches and scheduler make."""
+    """Whether a step makes sense, and is one that SGLang's caches and scheduler make."""
+    return _judge(step, shadow)[1]
+
+
+def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
+    """Return why a step makes no sense now, if it does not, and whether it is in production."""
+    nodes, freed = shadow.nodes, shadow.freed
     match step:
+        case FreeStep(node):
+            if node not in nodes:
+                orphan = node in freed and any(shadow.peers(freed[node]))
+                if step.call.full_side or not orphan:
+                    return _absent(step, node)
+            peers = _peers(step, shadow)
+            if not peers:
+                return f"{step.key} {node}: {step.part} refers to no slot", False
+            if not isinstance(step, steps.FreeFull):
+                return None, all(peers)  # the caches know a tombstone, and call free_full for it
+            if any(peers):
+                return f"free_full {node}: it still has SWA pages", False
         case steps.Group(edge):
-            return shadow.in_group == (edge == "end")
-        case steps.LoadBack():
-            return not shadow.in_group
-        case steps.Replace(name, source):
-            node, giver = shadow.nodes[name], shadow.nodes[source]
-            return not any(shadow.peers(node)) and all(shadow.peers(giver)) and _fit(node, giver)
-        case steps.Adopt() | steps.Overwrite():
-            return False
-        case steps.FreeFull():
-            return True
-        case FreeStep():  # the caches know a tombstone, and call free_full for it
-            return all(_peers(step, shadow))
-    return True
+            return None, shadow.in_group == (edge == "end")
+        case steps.Recover(node, source) | steps.Adopt(node, source):
+            adopts = isinstance(step, steps.Adopt)
+            tombstone = nodes.get(node) or (freed.get(node) if adopts else None)
+            if tombstone is None or (node not in nodes and any(shadow.peers(tombstone))):
+                return _absent(step, node)
+            if any(shadow.peers(tombstone)):
+                return f"{step.key} {node}: it is no tombstone, free_swa it first", False
+            if source not in nodes:
+                return _absent(step, source)
+            giver = nodes[source]
+            if not all(shadow.peers(giver)):
+                return f"{step.key}: {source!r} has no SWA pages to give", False
+            if tombstone.slots != giver.slots:
+                counts = f"{tombstone.slots} and {giver.slots} slots"
+                return f"{step.key}: lengths differ, {counts}", False
+            return None, not adopts
+        case steps.Replace(node, source):
+            for name in (node, source):
+                if name not in nodes:
+                    return _absent(step, name)
+            old, new = nodes[node], nodes[source]
+            empty = not any(shadow.peers(old))
+            return None, empty and all(shadow.peers(new)) and old.slots == new.slots
+        case steps.LoadBack(node):
+            if node not in nodes:
+                return _absent(step, node)
+            if any(shadow.peers(nodes[node])):
+                return f"{step.key} {node}: it is no tombstone, free_swa it first", False
+            return None, not shadow.in_group
+        case steps.Overwrite(_, source):
+            return (None, False) if source in nodes else _absent(step, source)
+        case steps.Extend(node) | steps.Decode(node) if node in nodes:
+            there = nodes[node]
+            if there.slots % shadow.page_size and not shadow.peers(there)[-1]:
+                return f"{step.key} {node}: its last page has no SWA peer to go on in", False
+            return _no_orphan(shadow)
+        case steps.Decode(node):
+            return _absent(step, node)
+        case steps.AllocTail() if shadow.page_size == 1:
+            return "alloc_tail needs a page size above 1", False
+        case steps.Alloc(node) | steps.AllocTail(node) | steps.Extend(node):
+            if node in nodes or node in shadow.orphans():
+                return f"node {node!r} is allocated already", False
+            return _no_orphan(shadow)
+    return None, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +132,16 @@ def legal(shadow: Shadow, rules: Rules, kept: Mapping[str, int] = _NOTHING) -> I
     find out.
     """
     for step in _candidates(shadow, rules, kept):
-        if refusal(step, shadow) is None and (rules.latent or in_production(step, shadow)):
+        reason, production = _judge(step, shadow)
+        if reason is None and (production or rules.latent):
             yield step
 
 
 def pages_needed(step: Step, shadow: Shadow) -> tuple[int, int]:
     """Return how many pages the full and the SWA pool have to hand out for a step."""
-    full = swa = 0
     if not isinstance(step, ALLOCATES):
         return 0, 0
+    full = swa = 0
     for call in step.lower(shadow):
         more_full, more_swa = call.pages_needed(shadow.page_size)
         full, swa = full + more_full, swa + more_swa
@@ -178,33 +172,41 @@ ALLOCATES = (steps.Alloc, steps.AllocTail, steps.Extend, steps.Decode, steps.Loa
 
 
 def _candidates(shadow: Shadow, rules: Rules, kept: Mapping[str, int]) -> Iterator[Step]:
-    """Yield every step that may be legal within the bounds."""
+    """Yield every step that may be legal within the bounds.
+
+    Some that are not are left out, since most of a search is spent in here.
+    """
     nodes = shadow.nodes
+    peers = {name: shadow.peers(node) for name, node in nodes.items()}
+    live = [name for name in nodes if all(peers[name])]
+    tombstones = [name for name in nodes if not any(peers[name])]
+    frees: tuple[type[FreeStep], ...] = (steps.FreeFull, steps.Free, steps.FreeSwa)
+    if rules.segments:
+        frees += (steps.FreeSegment, steps.FreeSwaSegment)
     yield from _allocations(shadow, rules)
     for name, node in nodes.items():
+        possible = frees[1:] if name in live else frees
+        if name in tombstones and not rules.latent:
+            possible = (steps.FreeFull,)
         for part in _parts(len(node.pages)):
-            for free in (steps.FreeFull, steps.Free, steps.FreeSwa):
+            for free in possible:
                 yield free(name, part)
-            if rules.segments:
-                yield steps.FreeSegment(name, part)
-                yield steps.FreeSwaSegment(name, part)
     for name in shadow.freed:
         if name not in nodes:
             yield steps.FreeSwa(name)
-    for name, node in nodes.items():
-        for source, giver in nodes.items():
-            if source != name and _fit(node, giver):
+    for name in tombstones:
+        for source in live:
+            if nodes[name].slots == nodes[source].slots:
                 yield steps.Recover(name, source)
-                if not any(shadow.peers(node)) and all(shadow.peers(giver)):
-                    yield steps.Replace(name, source)
+                yield steps.Replace(name, source)
                 if rules.latent:
                     yield steps.Adopt(name, source)
     if rules.latent:
         for name, node in shadow.freed.items():
             if name not in nodes and _untaken(node, nodes.values()):
-                for source in nodes:
+                for source in live:
                     yield steps.Adopt(name, source)
-    for name in nodes:
+    for name in tombstones:
         yield steps.LoadBack(name)
     if shadow.in_group:
         for name, slots in kept.items():
@@ -218,7 +220,8 @@ def _candidates(shadow: Shadow, rules: Rules, kept: Mapping[str, int]) -> Iterat
 def _allocations(shadow: Shadow, rules: Rules) -> Iterator[Step]:
     size, nodes = shadow.page_size, shadow.nodes
     if len(nodes) < rules.nodes:
-        name = next(f"n{i}" for i in count(1) if f"n{i}" not in {*nodes, *shadow.freed})
+        names = (f"n{i}" for i in count(1))
+        name = next(name for name in names if name not in nodes and name not in shadow.freed)
         for pages in range(1, rules.pages + 1):
             yield steps.Alloc(name, pages)
         if rules.growth:
@@ -239,35 +242,33 @@ def _growths(page_size: int) -> list[int]:
     return sorted({1, page_size // 2, page_size, page_size + 1} - {0})
 
 
-def _parts(pages: int) -> Iterator[str | None]:
-    """Yield the whole node, then every run of its pages, as slices."""
-    yield None
-    for start in range(pages):
-        for stop in range(start + 1, pages + 1):
-            if stop - start < pages:
-                yield f"{start}:{stop}"
+@cache
+def _parts(pages: int) -> tuple[str | None, ...]:
+    """Return the whole node, then every run of its pages, as slices."""
+    runs = [(start, stop) for start in range(pages) for stop in range(start + 1, pages + 1)]
+    return None, *(f"{start}:{stop}" for start, stop in runs if stop - start < pages)
 
 
-def _orphaned(shadow: Shadow) -> str | None:
-    """Return why nothing may be allocated now."""
+def _no_orphan(shadow: Shadow) -> tuple[str | None, bool]:
+    """Judge an allocation: nothing may be allocated while a freed node has SWA pages."""
     orphan = next(iter(shadow.orphans()), None)
     if orphan is None:
-        return None
+        return None, True
     return (
         f"the SWA pages of {orphan!r} belong to full slots that are free; "
         f"free_swa it before anything is allocated"
-    )
+    ), False
+
+
+def _absent(step: Step, node: str) -> tuple[str, bool]:
+    return f"{step.key}: there is no node {node!r} at this point", False
 
 
 def _peers(step: FreeStep, shadow: Shadow) -> list[int]:
     """Return the SWA pages of the pages that a free touches, 0 for none."""
     node = step.owner(shadow)
-    peers = shadow.peers(node)
-    return [peers[at] for at in step.touched(shadow, node)]
-
-
-def _fit(one: Node, other: Node) -> bool:
-    return one.slots == other.slots
+    peers, touched = shadow.peers(node), step.touched(shadow, node)
+    return peers if len(touched) == len(peers) else peers[touched.start : touched.stop]
 
 
 def _untaken(node: Node, others: Iterable[Node]) -> bool:

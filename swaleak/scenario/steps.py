@@ -8,6 +8,7 @@ what. Which step is legal is in ``contract.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct, field
@@ -178,33 +179,29 @@ class FreeStep(Step, frozen=True):
     @property
     def part(self) -> Part | None:
         """The part of the node that is freed, None for all of it."""
-        unit = "pages" if self.pages is not None else "slots"
-        text = self.pages if self.pages is not None else self.slots
-        if text is None:
-            return None
-        bounds = [int(bound) if bound.strip() else None for bound in text.split(":")]
-        return Part(unit, *bounds)
+        pages, slots = self.pages, self.slots
+        if pages is not None:
+            return _part("pages", pages)
+        return None if slots is None else _part("slots", slots)
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         node = self.owner(shadow)
-        first, stop = self.bounds(shadow, node)
-        yield self.call(cut(node.numbers, first, stop), self.node)
+        numbers = node.numbers
+        if (part := self.part) is not None:
+            numbers = cut(numbers, *part.slots(node.slots, shadow.page_size))
+        yield self.call(numbers, self.node)
 
     def owner(self, shadow: Shadow) -> Node:
         """Return the node; for the SWA side, also one whose full side was freed before."""
-        return shadow.nodes[self.node] if self.node in shadow.nodes else shadow.freed[self.node]
-
-    def bounds(self, shadow: Shadow, node: Node) -> tuple[int, int]:
-        """Return first and stop of the node's slots that are passed."""
-        part = self.part
-        return (0, node.slots) if part is None else part.slots(node.slots, shadow.page_size)
+        return shadow.nodes.get(self.node) or shadow.freed[self.node]
 
     def touched(self, shadow: Shadow, node: Node) -> range:
         """Return which of the node's pages are freed."""
-        first, stop = self.bounds(shadow, node)
-        if first >= stop:
-            return range(0)
-        return range(first // shadow.page_size, -(-stop // shadow.page_size))
+        part, size = self.part, shadow.page_size
+        if part is None:
+            return range(len(node.pages))
+        first, stop = part.slots(node.slots, size)
+        return range(first // size, -(-stop // size) if first < stop else 0)
 
     def rename(self, shadow: Shadow) -> None:
         if not self.call.full_side:
@@ -213,12 +210,12 @@ class FreeStep(Step, frozen=True):
             return
         node, size = shadow.nodes[self.node], shadow.page_size
         gone = self.touched(shadow, node)
+        if len(gone) == len(node.pages):
+            shadow.drop(self.node)
+            return
         rest = cut(node.numbers, 0, gone.start * size)
         rest += cut(node.numbers, gone.stop * size, node.slots)
-        if rest:
-            shadow.name(self.node, rest)
-        else:
-            shadow.drop(self.node)
+        shadow.name(self.node, rest, node.pages[: gone.start] + node.pages[gone.stop :])
 
     def __str__(self) -> str:
         return f"{self.key} {self.node}" + (f", {self.part}" if self.part else "")
@@ -386,6 +383,12 @@ STEPS: dict[str, type[Any]] = {
         *(Recover, Adopt, Replace, LoadBack, Overwrite, Group, Expect),
     )
 }
+
+
+@lru_cache(maxsize=1024)
+def _part(unit: str, text: str) -> Part:
+    start, stop = (int(bound) if bound.strip() else None for bound in text.split(":"))
+    return Part(unit, start, stop)
 
 
 def cut(numbers: Slots, start: int, stop: int) -> Slots:

@@ -61,6 +61,7 @@ class Driver:
         self.full_pool: Any = allocator.full_attn_allocator
         self.swa_pool: Any = allocator.swa_attn_allocator
         self.device = plain(allocator.full_to_swa_index_mapping).device
+        self._on_host = self.device.type == "cpu"
         self.request_table = request_table
         self.substituted: dict[str, str] = {}
 
@@ -111,7 +112,7 @@ class Driver:
     def index(self, slots: Tensor) -> Tensor:
         """Return slots (int64[n] on the host) as a caller passes them to a free."""
         if not self.request_table:
-            return slots if self.device.type == "cpu" else slots.to(self.device)
+            return self._there(slots)
         table = torch.zeros((2, len(slots) + 2), dtype=torch.int32, device=self.device)
         table[1, 1:-1] = slots
         return table[1, 1:-1]
@@ -158,21 +159,20 @@ class Driver:
 
     def translate(self, full: Tensor) -> Tensor:
         """``translate_loc_from_full_to_swa``."""
-        there = full.to(self.device)
-        return cast(Tensor, self.allocator.translate_loc_from_full_to_swa(there))
+        return cast(Tensor, self.allocator.translate_loc_from_full_to_swa(self._there(full)))
 
     def peers(self, full: Tensor) -> Tensor:
         """Return the mapping's entries, int64[n] on the host, whatever the allocator says."""
-        entries = plain(self.allocator.full_to_swa_index_mapping)[full.to(self.device)]
+        entries = plain(self.allocator.full_to_swa_index_mapping)[self._there(full)]
         return entries.to("cpu", torch.int64)
 
     def point(self, full: Tensor, swa: Tensor) -> None:
         """``set_full_to_swa_mapping``."""
-        self.allocator.set_full_to_swa_mapping(full.to(self.device), swa.to(self.device))
+        self.allocator.set_full_to_swa_mapping(self._there(full), self._there(swa))
 
     def clear_mapping(self, full: Tensor) -> None:
         """A direct write: ``full_to_swa_index_mapping[full] = 0``."""
-        self.allocator.full_to_swa_index_mapping[full.to(self.device)] = 0
+        self.allocator.full_to_swa_index_mapping[self._there(full)] = 0
 
     def group_begin(self) -> None:
         """``free_group_begin``."""
@@ -198,6 +198,9 @@ class Driver:
         strategy = getattr(self.allocator, "strategy", None)
         parts = (self.allocator, self.full_pool, self.swa_pool)
         return (*parts, strategy) if isinstance(strategy, Strategy) else parts
+
+    def _there(self, slots: Tensor) -> Tensor:
+        return slots if self._on_host else slots.to(self.device)
 
     def _growth(
         self, prefix: Sequence[int], seq: Sequence[int], last: Tensor
@@ -228,7 +231,7 @@ def _handed_out(slots: Any) -> Tensor | None:
 def _free_list(pool: Any) -> Tensor:
     """Return int64[n]: free pages, and those that wait to be sorted in (``release_pages``)."""
     waiting = getattr(pool, "release_pages", None)
-    if waiting is None or not len(waiting):
+    if waiting is None or not waiting.numel():
         return cast(Tensor, pool.free_pages)
     return torch.cat((pool.free_pages, waiting))
 
