@@ -91,6 +91,7 @@ def tree_of(folder: Path, text: str) -> sources.SourceTree:
     """Return a tree with this allocator, some helpers, and a module that nobody runs."""
     files = {
         f"{ALLOCATOR}/swa.py": text,
+        "sglang/__init__.py": "raise SystemError('ran')\n",
         "sglang/srt/utils/__init__.py": "from sglang.srt.utils.common import *\n",
         "sglang/srt/utils/common.py": HELPERS,
         "sglang/srt/other.py": "raise SystemError('ran')\n",
@@ -138,7 +139,9 @@ def test_no_class_and_no_syntax(tmp_path: Path) -> None:
 
 
 def namespace(folder: Path, text: str) -> dict:
-    return vars(ModuleLoader(tree_of(folder, text), "cpu").module(f"{ALLOCATOR.replace('/', '.')}.swa"))
+    return vars(
+        ModuleLoader(tree_of(folder, text), "cpu").module(f"{ALLOCATOR.replace('/', '.')}.swa")
+    )
 
 
 def test_one_definition_of_a_helper_runs_without_its_file(tmp_path: Path) -> None:

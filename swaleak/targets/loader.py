@@ -41,6 +41,8 @@ class ModuleLoader:
         self.stand_ins: dict[str, str] = {}
         self.touched: set[str] = set()
         self.builtins = {**vars(builtins), "__import__": self.import_}
+        # a copy of a few files does not say what else there is
+        self.whole = "sglang/__init__.py" in tree.modules
         self.helpers_patched = any(path.startswith(f"{UTILS}/") for path in tree.patched)
         self.triton = device.startswith("cuda") and importlib.util.find_spec("triton") is not None
 
@@ -88,7 +90,7 @@ class ModuleLoader:
             module.__package__ = name if path.endswith("__init__.py") else name.rpartition(".")[0]
             module.__dict__["__builtins__"] = self.builtins
             self.execute(path, module)
-        elif self.exists(name) or name in shims.MODULES:
+        elif self.exists(name) or name in shims.MODULES or not self.whole:
             module = self.modules[name] = StandInModule(name, self)
         else:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

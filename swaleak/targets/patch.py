@@ -69,6 +69,7 @@ def patched(tree: SourceTree, names: list[str]) -> tuple[SourceTree, tuple[str, 
     files = {path: text.replace("\r\n", "\n") for path, text in tree.files.items()}
     before = dict(files)
     left_out: list[str] = []
+    modules = set(tree.modules)
     for name in names:
         file = "standard input" if name == "-" else name
         touched = set()
@@ -77,6 +78,8 @@ def patched(tree: SourceTree, names: list[str]) -> tuple[SourceTree, tuple[str, 
             if part.plain and NOWHERE not in (old, new):
                 here = (path for path in (new, old) if path in files)
                 old = new = next(here, None) or _meant(part, files, file)
+            if old == NOWHERE:
+                modules.add(new)
             if not (old in files or (old == NOWHERE and _is_taken(new))):
                 left_out.append(part.shown)
                 continue
@@ -90,7 +93,7 @@ def patched(tree: SourceTree, names: list[str]) -> tuple[SourceTree, tuple[str, 
     result = replace(
         tree,
         files=files,
-        modules=(tree.modules - before.keys()) | files.keys(),
+        modules=frozenset((modules - before.keys()) | files.keys()),
         version=None,
         label=f"{tree.label} + {shown}",
         # a place of its own: line caches tell modules by it, and Triton compiles from those

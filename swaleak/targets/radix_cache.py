@@ -99,10 +99,10 @@ class Caches:
                 **extra,
             )
             return RadixCache(self, self._class(cache)(params), driver)
-        except StandInError as error:
-            raise TargetError(f"{self.name}: its {cache} cache cannot be made: {error}") from None
-        except RAISED as error:
-            reason = error if isinstance(error, TargetError) else format_error(error)
+        except TargetError:
+            raise
+        except (StandInError, *RAISED) as error:
+            reason = error if isinstance(error, StandInError) else format_error(error)
             raise TargetError(f"{self.name}: its {cache} cache cannot be made: {reason}") from None
 
     @cached_property
