@@ -23,8 +23,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-
-from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
 from swaleak.check.audit import audit
 from swaleak.driven import start_torch
 from swaleak.search.explore import Explorer, Make, room
@@ -33,6 +31,8 @@ from swaleak.search.queues import queue_kinds
 from swaleak.search.stage import Stage
 from swaleak.search.survey import has_segments
 from swaleak.sglang.adapter import Driver
+
+from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
 from swaleak.targets.open import Sizes, open_target, strategy_of
 
 TURNS = 7

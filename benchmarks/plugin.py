@@ -18,15 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import graft
-from swaleak.targets.loader import ModuleLoader
+
+from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
+from swaleak.targets.radix_cache import Caches
 from swaleak.targets.shims import BaseSWAKVPool
 from swaleak.targets.sources import from_installed
-from swaleak.targets.radix_cache import Caches
 from tests.churn import BATCH, PAGES, Server
 
 FULL, SWA, PAGE = 9_116_160, 911_616, 256  # slots; the pools of the public report

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from swaleak.check.follow import Followed, follow
 from swaleak.script.trace import Header, Line, TraceReader, TraceWriter
 from swaleak.script.trace import line as as_line
 from swaleak.sglang.adapter import Driver
+from torch import Tensor
+
 from swaleak.targets.open import Builtin, Sizes
 
 REQUESTS = 8  # a group

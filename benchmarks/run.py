@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from swaleak.driven import start_torch
+
 from benchmarks import explore, plugin, replay, sizes, startup
 from benchmarks.figures import Figures, Row, environment, ratios, table, take_turns
-from swaleak.driven import start_torch
 from swaleak.files import write_text
 
 PAGE = Path(__file__).with_name("README.md")

@@ -12,11 +12,12 @@ import os
 from pathlib import Path
 
 from swaleak.check.case import Case, run_case
+from swaleak.script import catalogue as scenarios
+
 from swaleak.files import write_text
 from swaleak.report.cases import cell_of, failures
-from swaleak.script import catalogue as scenarios
-from swaleak.targets.sources import RELEASES
 from swaleak.targets.open import Target, open_target
+from swaleak.targets.sources import RELEASES
 
 PAGE = Path(__file__).with_name("releases.md")
 

@@ -325,15 +325,15 @@ def bench(
         from functools import cache
 
         from swaleak.benchmark import measure, statistics
-        from swaleak.targets.open import choose_device
         from swaleak.report.bench import bench_report
         from swaleak.report.progress import with_bar
+        from swaleak.targets.open import choose_device
 
         where = choose_device(device)
         settings = measure.Settings(warmup, samples, whole, recover, segment, seed)
         cases = measure.cases(page_size, calls, pages, recover)
-        open_ = cache(lambda name: open_one(name, where))
-        patched = cache(lambda name: open_one(name, where, patch)) if patch else open_
+        open_ = cache(lambda name: open_targets([name], where)[0])
+        patched = cache(lambda name: open_targets([name], where, patch)[1]) if patch else open_
         asked = candidate or ([baseline] if patch else None)
         them = measure.contestants(baseline, asked, lambda: open_(on), open_, patched)
         rounds: list[measure.Round] = []
@@ -499,71 +499,83 @@ def explore(
         int, typer.Option("--scripts", min=1, metavar="N", help="--random: how many, a seed each.")
     ] = 100,
     shard: Annotated[
-        str, typer.Option("--shard", metavar="I/N", help="Do part I of N: seeds, or first orders.")
+        str, typer.Option("--shard", metavar="I/N", help="--random: do part I of N of the seeds.")
     ] = "1/1",
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", "-j", min=1, max=256, metavar="N", help="Processes to search in."),
+    ] = 1,
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Write the failure as a scenario: .toml.", parser=file_path
+            "--save",
+            metavar="FILE",
+            help="Write the failure as a scenario: .toml.",
+            parser=file_path,
         ),
     ] = None,
+    timeout: Timeout = None,
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
-    """Try every legal order of operations, and show the shortest that fails.
+    """Try every legal order of steps, and show the shortest that fails.
 
-    Exit code 0: none fails. 1: one does. 130: interrupted; what was tried by then is shown.
+    Without --page-size: at page size 1. Exit code 0: none fails. 1: one does. 130: interrupted; what was tried by then is shown.
     """
     check_output(output)
     if save is not None:
         from swaleak.files import check_writable
 
         check_writable("--save", save, ".toml", "a scenario")
-    idle = given(context, "depth", "every") if at_random else given(context, *FOR_RANDOM)
+    idle = given(context, *(FOR_EXHAUSTIVE if at_random else FOR_RANDOM))
     if idle:
         option = "--all" if idle[0] == "every" else f"--{idle[0]}"
         raise UsageError(
             f"explore: {option} means nothing with{'' if at_random else 'out'} --random"
         )
-    from swaleak.search.survey import shard_of
-
-    part = shard_of(shard)
-    with target_output():
-        start_torch()
-        from swaleak.targets.open import choose_device
+    with target_output(), time_limit(timeout):
+        [target] = open_targets([on], device, patch)[-1:]
+        from swaleak.explorer.search import (
+            AtRandom,
+            Exhaustive,
+            Place,
+            has_segments,
+            search,
+            shard_of,
+        )
         from swaleak.report.explore import explore_report
         from swaleak.report.progress import ProgressLine
-        from swaleak.search.legal import Rules
-        from swaleak.search.survey import AtRandom, Exhaustive, Where, has_segments, survey
+        from swaleak.scenario.contract import Rules
         from swaleak.targets.open import strategy_of
 
-        target = open_one(on, choose_device(device), patch)
         ships = "shipped" in target.strategies()
         name = strategy_of(strategy or ("shipped" if ships else "deferred"))
         segments = has_segments(target, name)
         plan: AtRandom | Exhaustive
         if at_random:
             rules = Rules(contract.value, nodes or 8, pages=3, segments=segments, growth=True)
-            plan = AtRandom(steps, seed, scripts)
+            plan = AtRandom(steps, seed, scripts, shard_of(shard))
         else:
             rules = Rules(contract.value, nodes or 3, segments=segments)
-            plan = Exhaustive(depth, every)
-        surveys = []
+            plan = Exhaustive(depth, every, jobs)
+        found = []
         with ProgressLine() as line:
             for size in dict.fromkeys(page_size or [1]):
-                surveys.append(survey(Where(target, name, size, rules, part), plan, line.show))
-                if surveys[-1].interrupted:
+                with interruptible(f"explore on {target.name}, strategy {name}, page size {size}"):
+                    found.append(search(Place(target, name, size, rules), plan, line.show))
+                if found[-1].interrupted:
                     break
-        report = explore_report(about([target]), surveys)
+        report = explore_report(about([target]), found)
     print_report(report, format, output)
-    failed = [found for found in surveys if found.witnesses]
+    failed = [one for one in found if one.counterexamples]
     if save is not None and failed:
-        from swaleak.report.render import write_scenario
+        from swaleak.files import write_text
+        from swaleak.scenario.toml import to_toml
 
         with target_output():
             scenario = failed[0].scenario()
-        write_scenario(scenario, save)
-    interrupted = any(found.interrupted for found in surveys)
+        write_text(to_toml(scenario), save)
+    interrupted = any(one.interrupted for one in found)
     raise typer.Exit(130 if interrupted else 0 if report.ok else 1)
 
 
@@ -593,7 +605,7 @@ def record(
     recorded.
     """
     from swaleak.files import check_writable
-    from swaleak.sglang import launch, plugin
+    from swaleak.live import launch, plugin
 
     check_writable("-o", output, ".jsonl", "a trace")
     if fix is not None and fix not in plugin.FIXES:
@@ -610,6 +622,7 @@ def replay(
     strategy: TraceStrategies = None,
     on: On = "auto",
     device: Device = "auto",
+    timeout: Timeout = None,
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
@@ -618,22 +631,25 @@ def replay(
     Exit code 0: it is clean. 1: a violation.
     """
     check_output(output)
-    from swaleak.script.trace import TraceReader, read_header
+    from swaleak.trace.format import TraceReader, read_header
 
     header = read_header(trace)
-    with target_output():
-        [target] = open_targets(on, device)
-        from functools import partial
-
-        from swaleak.check.follow import follow
+    with target_output(), time_limit(timeout):
+        [target] = open_targets([on], device)
+        from swaleak.checker.run import run_trace
+        from swaleak.report.progress import ProgressLine
         from swaleak.report.traces import Replayed, replay_report
+        from swaleak.trace.to_scenario import sizes_of
 
         replayed = []
         for name in trace_strategies(target, strategy, header.fix):
-            reader = TraceReader(trace)
-            with interruptible(f"{trace.name} on {target.name}, strategy {name}"):
-                followed = follow(reader, partial(target.make, name))
-            replayed.append(Replayed(target.name, name, target.origin(name), followed))
+            with (
+                interruptible(f"{trace.name} on {target.name}, strategy {name}"),
+                ProgressLine() as line,
+            ):
+                reader = TraceReader(trace, line.show_bytes)
+                run = run_trace(reader, lambda head: target.make(name, sizes_of(head)))  # noqa: B023
+            replayed.append(Replayed(target.name, name, target.origin(name), run))
         report = replay_report(about([target]), trace, replayed)
     if reader.torn:
         print(f"swaleak: warning: {reader.torn}", file=sys.stderr)
@@ -656,20 +672,21 @@ def shrink(
 ) -> None:
     """Reduce a recorded run that fails to a small scenario that fails in the same way."""
     from swaleak.files import check_writable
-    from swaleak.script.trace import read_header
+    from swaleak.trace.format import read_header
 
     check_writable("-o", output, ".toml", "a scenario")
     header = read_header(trace)
     with target_output():
-        [target] = open_targets(on, device)
-        from swaleak.report.render import write_scenario
+        [target] = open_targets([on], device)
+        from swaleak.files import write_text
         from swaleak.report.traces import shrink_report
-        from swaleak.search.reduce import reduce
+        from swaleak.scenario.toml import to_toml
+        from swaleak.trace.to_scenario import reduce
 
         (name,) = trace_strategies(target, [strategy] if strategy else None, header.fix)
         with interruptible(f"{trace.name} on {target.name}, strategy {name}"):
             small = reduce(trace, target, name)
-        write_scenario(small.scenario, output)
+        write_text(to_toml(small.scenario), output)
         report = shrink_report(about([target]), trace, output, small)
     finish(report, format)
 

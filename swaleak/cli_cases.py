@@ -51,7 +51,9 @@ def start_torch() -> None:
     torch.set_num_threads(1)
 
 
-def open_targets(names: Sequence[str], device: str, patches: list[str] | None = None) -> list[Target]:
+def open_targets(
+    names: Sequence[str], device: str, patches: list[str] | None = None
+) -> list[Target]:
     """Return these targets, and after each the same one patched if there are patches.
 
     Raises ``UsageError`` for a name that means nothing or a device that is not there,

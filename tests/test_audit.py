@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from swaleak.allocator.state import State
 from swaleak.check import audit as audits
 from swaleak.check.audit import audit, read

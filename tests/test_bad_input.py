@@ -17,15 +17,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-
-from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.player import Player
-from swaleak.cli import main
-from swaleak.errors import SwaleakError
 from swaleak.script import catalogue as scenarios
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver
+
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.cli import main
+from swaleak.errors import SwaleakError
 from swaleak.targets.sources import ALLOCATOR
 from tests.conftest import ROOT
 

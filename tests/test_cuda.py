@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from swaleak.check.audit import audit
 from swaleak.check.case import run_case
 from swaleak.check.ledger import Ledger
 from swaleak.script import catalogue as scenarios
-from swaleak.targets.sources import RELEASES
+
 from swaleak.targets.open import Builtin, Sizes, open_target
+from swaleak.targets.sources import RELEASES
 from tests.conftest import Cli, wheel
 from tests.test_loader import grow
 

@@ -3,11 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.player import Starved
-from swaleak.errors import ScriptError, TargetError
 from swaleak.script import ops
 from swaleak.script.ops import Part, describe
 from swaleak.search.explore import Explorer, Shard
@@ -17,6 +14,9 @@ from swaleak.search.stage import Stage
 from swaleak.search.survey import has_segments
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Builtin, Sizes
+
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.errors import ScriptError, TargetError
 from tests.conftest import sglang
 
 

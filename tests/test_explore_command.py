@@ -4,15 +4,15 @@ import io
 import json
 
 import pytest
-
-from swaleak.report import explore as explore_reports
-from swaleak.report.progress import ProgressLine
 from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
 from swaleak.search.explore import Explorer, Progress
 from swaleak.search.fuzz import Fuzzer
 from swaleak.search.shrink import renamed
 from swaleak.search.witness import described_by
+
+from swaleak.report import explore as explore_reports
+from swaleak.report.progress import ProgressLine
 
 
 def test_the_catalogue_recognises_its_own():

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-
 from swaleak.check.audit import audit
 from swaleak.check.player import Player
 from swaleak.search.explore import Explorer
 from swaleak.search.legal import Rules, legal
 from swaleak.target import Builtin, Sizes
+
 from tests.conftest import sglang
 
 RULES = Rules(nodes=3)

@@ -17,24 +17,24 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from benchmarks.sizes import SIZES, measure
-from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check import case
 from swaleak.check.follow import follow
 from swaleak.check.player import Player
-from swaleak.errors import ScriptError, TargetError
-from swaleak.files import STALE, write_text
-from swaleak.report.catalogue import list_report, show_report
-from swaleak.report.render import FORMATS, write
 from swaleak.script import catalogue as scenarios
 from swaleak.script.trace import TraceReader
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver
-from swaleak.targets.sources import from_release
 from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS
+
+from benchmarks.sizes import SIZES, measure
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.errors import ScriptError, TargetError
+from swaleak.files import STALE, write_text
+from swaleak.report.catalogue import list_report, show_report
+from swaleak.report.render import FORMATS, write
 from swaleak.targets.open import Builtin
+from swaleak.targets.sources import from_release
 from tests.conftest import ROOT, Cli, wheel
 
 KILLS = 50

@@ -10,8 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given, settings
-
-from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check import names
 from swaleak.check.follow import Followed, _parted, follow
@@ -23,6 +21,8 @@ from swaleak.script.trace import Header, Line, TraceReader
 from swaleak.sglang import plugin
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Builtin, Sizes
+
+from swaleak.allocator.hybrid import HybridAllocator
 from tests.test_property import SIZES, scripts
 
 BUILTIN = Builtin("cpu")

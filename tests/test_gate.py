@@ -90,9 +90,7 @@ def test_an_own_scenario_that_leaks_on_a_checkout_is_exit_code_1(cli: Cli, tmp_p
 
 @pytest.mark.wheels
 @pytest.mark.parametrize(("version", "code"), [("0.5.18", 1), ("0.5.19", 0)])
-def test_check_judges_by_an_own_scenario(
-    version: str, code: int, cli: Cli, tmp_path: Path
-) -> None:
+def test_check_judges_by_an_own_scenario(version: str, code: int, cli: Cli, tmp_path: Path) -> None:
     answer = cli("check", wheel(version), "--scenario", file(tmp_path, LEAKS), "-f", "json")
     assert answer.code == code
     assert {row["scenario"] for row in rows(answer.out)} == {"mine"}
@@ -153,14 +151,19 @@ def test_page_sizes_and_scenarios_that_are_given_twice_run_once(cli: Cli) -> Non
     assert (answer.code, len(rows(answer.out))) == (0, 1)
 
 
-HANGS = USER_CLASS.format(strategy="Deferred") + """
+HANGS = (
+    USER_CLASS.format(strategy="Deferred")
+    + """
     def free_group_end(self):
         while True:
             pass
 """
+)
 
 
-@pytest.mark.parametrize("command", [("check",), ("repro", "tombstone-recovery", "-s", "shipped", "--on")])
+@pytest.mark.parametrize(
+    "command", [("check",), ("repro", "tombstone-recovery", "-s", "shipped", "--on")]
+)
 def test_a_candidate_that_hangs_ends_in_124(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     done = subprocess.run(

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
 from swaleak.check.picture import Page
 from swaleak.check.replay import replay
-from swaleak.errors import ScriptError
-from swaleak.report.cases import case_json
-from swaleak.report.model import Report
-from swaleak.report.page_map import FAULTS, WIDTH, fault, page_map, page_maps
-from swaleak.report.render import print_to
 from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
 from swaleak.script.read import parse
 from swaleak.script.scenario import Scenario
 from swaleak.target import Builtin, Sizes
+
+from swaleak.errors import ScriptError
+from swaleak.report.cases import case_json
+from swaleak.report.model import Report
+from swaleak.report.page_map import FAULTS, WIDTH, fault, page_map, page_maps
+from swaleak.report.render import print_to
 from tests.conftest import sglang
 
 

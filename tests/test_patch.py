@@ -19,7 +19,6 @@ from swaleak.errors import StandInError, UsageError
 from swaleak.scenario import catalogue
 from swaleak.scenario.toml import Scenario, to_toml
 from swaleak.targets import open as targets
-from swaleak.targets.driver import Sizes
 from swaleak.targets.loader import ModuleLoader
 from swaleak.targets.open import open_target, open_targets
 from swaleak.targets.patch import split

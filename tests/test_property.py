@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
-
 from swaleak.check.player import Player
 from swaleak.check.replay import Run, replay
-from swaleak.errors import ScriptError
 from swaleak.script import ops
 from swaleak.script.ops import Op, Part
 from swaleak.target import Builtin, Sizes, Target
+
+from swaleak.errors import ScriptError
 from tests.conftest import sglang
 
 BUILTIN = Builtin("cpu")

@@ -1,7 +1,6 @@
 """Random scripts: what they find, that they find the same twice, and what shards do."""
 
 import pytest
-
 from swaleak.search.explore import Shard
 from swaleak.search.fuzz import Fuzzer
 from swaleak.search.legal import Rules

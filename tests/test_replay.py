@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
-from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import Eager
 from swaleak.check.replay import replay
-from swaleak.errors import ScriptError
 from swaleak.script import ops
 from swaleak.script.ops import Op
 from swaleak.sglang.adapter import Driver
 from swaleak.target import Builtin, Sizes
+
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.errors import ScriptError
 
 A, B = ops.Alloc("a"), ops.Alloc("b")
 BEGIN, END = ops.Group("begin"), ops.Group("end")

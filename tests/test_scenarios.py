@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from packaging.specifiers import SpecifierSet
-
 from swaleak.check.case import run_case
 from swaleak.script import catalogue as scenarios
 from swaleak.sglang.release import RELEASES
 from swaleak.target import Builtin, Target
+
 from tests.conftest import sglang
 
 BUILTIN = Builtin("cpu")

@@ -17,7 +17,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
 from swaleak.check.follow import follow
@@ -25,6 +24,7 @@ from swaleak.script.read import parse
 from swaleak.script.trace import TraceReader
 from swaleak.script.write import to_toml
 from swaleak.search.reduce import reduce
+
 from swaleak.targets.open import open_target
 
 pytestmark = [

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from swaleak.script import ops
 from swaleak.script.ops import Part, describe
 from swaleak.search.shrink import renamed, shrink

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from swaleak.check import names
 from swaleak.check.slots import SlotLedger
+
 from swaleak.errors import ScriptError
 
 PAGES = 4

@@ -38,9 +38,7 @@ def run(strategy: type[Strategy], page_size: int = 1) -> Run:
 
 
 @pytest.mark.parametrize(("strategy", "hook"), HOOKS)
-def test_a_grouped_free_runs_the_hooks_of_its_strategy(
-    strategy: type[Strategy], hook: str
-) -> None:
+def test_a_grouped_free_runs_the_hooks_of_its_strategy(strategy: type[Strategy], hook: str) -> None:
     with mock.patch.object(strategy, hook, side_effect=Reached("here")):
         found = run(strategy)
     assert found.raised == "Reached: here"

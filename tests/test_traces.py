@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
 from swaleak.check.follow import follow
 from swaleak.check.player import Player
-from swaleak.errors import ScriptError, UsageError
 from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
 from swaleak.script.read import parse
@@ -26,6 +23,9 @@ from swaleak.sglang.adapter import Driver
 from swaleak.sglang.live import Gauge
 from swaleak.sglang.watch import watched
 from swaleak.target import Builtin
+
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.errors import ScriptError, UsageError
 from tests.conftest import sglang
 
 PAGES = 16

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-from swaleak.errors import ScriptError
 from swaleak.script import tree
 from swaleak.script.ops import Expect, Group, TreeOp
+
+from swaleak.errors import ScriptError
 
 GOOD = """schema = 1
 title = "T"

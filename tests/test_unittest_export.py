@@ -8,12 +8,12 @@ import unittest
 from pathlib import Path, PurePosixPath
 
 import pytest
-
 from swaleak.check.case import run_case
-from swaleak.errors import ScriptError
-from swaleak.report.unittest_export import unittest_file
 from swaleak.script import catalogue as scenarios
 from swaleak.script.read import parse
+
+from swaleak.errors import ScriptError
+from swaleak.report.unittest_export import unittest_file
 from swaleak.targets import shims
 from swaleak.targets.loader import _Importer
 from swaleak.targets.sources import ALLOCATOR, SourceTree, from_wheel

@@ -134,9 +134,7 @@ def run_case(
         declared = known.outcome if known else Outcome("clean")
     open_group = steps.ends_in_group(scenario.steps) and not (run.raised or run.exhausted)
     shown = scenario.on(cache) if cache else scenario
-    return Case(
-        shown, target.name, strategy, origin, page_size, run, declared, known, open_group
-    )
+    return Case(shown, target.name, strategy, origin, page_size, run, declared, known, open_group)
 
 
 def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:

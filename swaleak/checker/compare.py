@@ -216,7 +216,9 @@ def _compare_mapping(reading: Reading, shadow: Shadow, add: Callable[..., None])
         for at, page in enumerate(node.pages)
     }
     order = {page: at for at, page in enumerate(owners)}
-    for page in sorted({*differ, *shadow.torn}, key=lambda page: (order.get(page, len(order)), page)):
+    for page in sorted(
+        {*differ, *shadow.torn}, key=lambda page: (order.get(page, len(order)), page)
+    ):
         slots = slice(page * size, (page + 1) * size)
         row, want = reading.mapping[slots].tolist(), wanted[slots].tolist()
         pairs = list(zip(row, want, strict=True))

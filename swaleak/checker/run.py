@@ -189,7 +189,6 @@ class Findings:
             for (at, kind, pool, owner), pages in joined.items()
         )
 
-
     def run(self, **rest: Any) -> Run:
         """Return the outcome; ``rest``: the other fields of ``Run``."""
         return Run(self.verdict, self.comparison, self.failed_at, self.healed, **rest)
@@ -372,7 +371,9 @@ def _judge_group(
     seen = compare(execution.driver.state(), execution.shadow)
     findings.compared(number, seen)
     result.groups += 1
-    recorded, counts = (end.physical, end.mapped), (seen.physical, seen.mapped)
+    # a recorder takes pages that are about to be mapped for mapped
+    mapped = seen.mapped + len(execution.shadow.unmapped)
+    recorded, counts = (end.physical, end.mapped), (seen.physical, mapped)
     result.last = GroupResult(result.groups, number, *counts, recorded, seen.violations)
     result.differ += recorded not in (counts, (None, None))
     result.verdict = findings.verdict

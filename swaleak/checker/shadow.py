@@ -357,7 +357,6 @@ class Shadow:
         cells = self.peer.cells
         return [cells[page] for page in node.pages]
 
-
     def maps(self, full: Span) -> bool:
         """Whether any of these full slots maps to something."""
         if full.whole:

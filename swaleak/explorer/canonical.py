@@ -132,7 +132,10 @@ class Keys:
         if not shadow.buffers:
             return {}
         held = {
-            _storage(item) for _, _, items in self.held() for item in items if isinstance(item, Tensor)
+            _storage(item)
+            for _, _, items in self.held()
+            for item in items
+            if isinstance(item, Tensor)
         }
         return {
             name: len(buffer)
@@ -150,9 +153,7 @@ class Keys:
                 nodes.append((2 if any(theirs) else 1, name, node, theirs))
         return nodes
 
-    def _mapped(
-        self, mapping: Tensor, shadow: Shadow
-    ) -> tuple[list[int], dict[int, Tensor], int]:
+    def _mapped(self, mapping: Tensor, shadow: Shadow) -> tuple[list[int], dict[int, Tensor], int]:
         """Return which SWA page each full page maps to, the rows that are torn, the last entry.
 
         A row is torn that does not refer to one SWA page whole and in order; hardly any ever is.

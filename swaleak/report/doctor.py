@@ -33,7 +33,9 @@ def doctor_report() -> Report:
         "scenarios": f"{len(every)} in {catalogue.folder()} "
         f"({len(every) - caches} of an allocator, {caches} of the caches)",
     }
-    kept = sorted(path.stem.removeprefix("sglang-") for path in sources.cache_folder().glob("sglang-*.zip"))
+    kept = sorted(
+        path.stem.removeprefix("sglang-") for path in sources.cache_folder().glob("sglang-*.zip")
+    )
     facts["cache"] = f"{', '.join(kept) or 'no releases'} in {sources.cache_folder()}"
     ok = True
     try:

@@ -7,6 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from swaleak.errors import counted, plural
+from swaleak.explorer.breadth_first import Coverage, Failure
+from swaleak.explorer.counterexample import Counterexample, Owners
+from swaleak.explorer.random_walk import Walks
+from swaleak.explorer.search import AtRandom, Search
 from swaleak.report.model import (
     About,
     Grid,
@@ -19,46 +23,42 @@ from swaleak.report.model import (
     strategy_text,
     violations_text,
 )
-from swaleak.search.explore import Coverage
-from swaleak.search.fuzz import Tried
-from swaleak.search.survey import Survey
-from swaleak.search.witness import Owners, Witness
 
 NEW = "New: no catalogue scenario has these steps."
 OWNERS = "owners: what should be; physical and mapped: what the allocator holds."
 SHOWN = 10  # failures per page size that are printed; the JSON holds all
 
 
-def explore_report(about: About, searches: Sequence[Survey]) -> Report:
+def explore_report(about: About, searches: Sequence[Search]) -> Report:
     """One section per page size: what fails, step by step, and what was tried."""
     sections = []
     for search in searches:
-        failures = search.witnesses
+        failures = search.counterexamples
         sections += [_failure_section(search, at) for at in range(min(len(failures), SHOWN))]
         if len(failures) > SHOWN:
             left_out = f"{len(failures) - SHOWN} of {len(failures)} failures not shown"
             how = "-f json prints all, -o FILE.json keeps them"
             sections.append(Section(lines=(f"{left_out}; {how}.",)))
         sections.append(Section("" if failures else _title(search), None, _covered(search)))
-    ok = not any(search.witnesses for search in searches)
+    ok = not any(search.counterexamples for search in searches)
     return about.report("explore", ok, sections, [_search_json(search) for search in searches])
 
 
-def _title(search: Survey) -> str:
-    where = search.where
-    strategy = strategy_text(where.strategy, where.target.origin(where.strategy))
-    return f"{strategy}, page size {where.page_size}, {where.rules.contract} contract"
+def _title(search: Search) -> str:
+    place = search.place
+    strategy = strategy_text(place.strategy, place.target.origin(place.strategy))
+    return f"{strategy}, page size {place.page_size}, {place.rules.contract} contract"
 
 
-def _failure_section(search: Survey, at: int) -> Section:
-    found, known = search.witnesses[at], search.known[at]
+def _failure_section(search: Search, at: int) -> Section:
+    found, failure = search.counterexamples[at], search.failures[at]
     run = found.run
     rows = (
         (*step_cells(number, step), *cells(_owners_text(_owners(found, number))))
         for number, step in enumerate(run.steps, start=1)
     )
     columns = ("#", "step", "physical", "mapped", "owners, full>SWA page")
-    said = [violations_text(run.audit.violations)] if run.audit.violations else []
+    said = [violations_text(run.comparison.violations)] if run.comparison.violations else []
     if run.raised:
         said.append(f"step {run.failed_at} raised {run.raised}")
     lines = [
@@ -67,21 +67,21 @@ def _failure_section(search: Survey, at: int) -> Section:
             f"This allocator has no method {missing}; {called} was called in its place."
             for missing, called in run.substituted
         ),
-        f"In the catalogue: {known}." if known else NEW,
+        f"In the catalogue: {found.scenario}." if found.scenario else NEW,
         OWNERS,
     ]
     grid = Grid(columns, tuple(rows), frozenset({"#", "physical", "mapped"}))
-    return Section(f"{_title(search)}: {_how_short(search, found)}", grid, tuple(lines))
+    return Section(f"{_title(search)}: {_how_short(failure, found)}", grid, tuple(lines))
 
 
-def _how_short(search: Survey, found: Witness) -> str:
+def _how_short(failure: Failure, found: Counterexample) -> str:
     steps = counted(len(found.order), "step")
-    if isinstance(search.covered, Tried) and (failure := search.covered.failure):
+    if failure.length is not None:
         return f"seed {failure.seed} fails, {counted(failure.length, 'step')} shrunk to {steps}"
     return f"fails after {steps}"
 
 
-def _owners(found: Witness, number: int) -> Owners | None:
+def _owners(found: Counterexample, number: int) -> Owners | None:
     """Return who owned what after a step; None of a last step that raised."""
     return found.owners[number - 1] if number <= len(found.owners) else None
 
@@ -95,8 +95,8 @@ def _owners_text(owners: Owners | None) -> str:
     )
 
 
-def _covered(search: Survey) -> tuple[str, ...]:
-    covered, lines = search.covered, []
+def _covered(search: Search) -> tuple[str, ...]:
+    covered, lines = search.coverage, []
     if search.interrupted:
         lines.append("Interrupted: what follows is what had been tried by then.")
     if isinstance(covered, Coverage):
@@ -107,14 +107,14 @@ def _covered(search: Survey) -> tuple[str, ...]:
     else:
         lines += _random_scripts(search, covered)
         untried = "scripts that were not drawn"
-    if not search.witnesses:
+    if not search.counterexamples:
         lines.append(f"Not covered: {untried}, exhausted pools, races between streams.")
     return tuple(lines)
 
 
-def _every_order(search: Survey, covered: Coverage) -> Iterator[str]:
-    rules, shard = search.where.rules, search.where.shard
-    if not search.witnesses:
+def _every_order(search: Search, covered: Coverage) -> Iterator[str]:
+    rules = search.place.rules
+    if not search.counterexamples:
         steps = "any length" if covered.exhausted else f"up to {counted(covered.depth, 'step')}"
         nodes = counted(rules.nodes, "node")
         yield f"No order of {steps} fails, with up to {nodes} of 1 to {rules.pages} pages."
@@ -126,55 +126,53 @@ def _every_order(search: Survey, covered: Coverage) -> Iterator[str]:
     if covered.refused:
         refused = counted(covered.refused, "transition")
         yield f"{refused} {plural('was', covered.refused)} refused and changed nothing."
-    if covered.split_at is not None:
-        yield (
-            f"Part {shard.index} of {shard.count}: from depth {covered.split_at} on, "
-            f"only its share of the orders."
-        )
 
 
-def _random_scripts(search: Survey, covered: Tried) -> Iterator[str]:
-    if not search.witnesses:
+def _random_scripts(search: Search, covered: Walks) -> Iterator[str]:
+    if not search.counterexamples:
         scripts = counted(covered.scripts, "random script")
         yield f"{scripts} {plural('does', covered.scripts)} not fail."
     yield (
-        f"{counted(covered.scripts, 'script')}, {counted(covered.operations, 'step')} in "
+        f"{counted(covered.scripts, 'script')}, {counted(covered.steps, 'step')} in "
         f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s."
     )
 
 
-def _rates(covered: Coverage | Tried) -> dict[str, float]:
+def _rates(covered: Coverage | Walks) -> dict[str, float]:
     seconds = max(covered.seconds, 1e-9)
-    if isinstance(covered, Tried):
-        return {"transitions_per_second": covered.operations / seconds}
+    if isinstance(covered, Walks):
+        return {"transitions_per_second": covered.steps / seconds}
     return {
         "transitions_per_second": covered.transitions / seconds,
         "states_per_second": covered.states / seconds,
     }
 
 
-def _search_json(search: Survey) -> dict[str, Any]:
-    where, covered = search.where, search.covered
-    counts = {f.name: getattr(covered, f.name) for f in fields(covered) if "failure" not in f.name}
-    if isinstance(covered, Tried) and (failed := covered.failure):
-        counts |= {"failing_seed": failed.seed, "failing_length": failed.length}
-    failures = zip(search.witnesses, search.known, strict=True)
+def _search_json(search: Search) -> dict[str, Any]:
+    place, covered = search.place, search.coverage
+    counts = {f.name: getattr(covered, f.name) for f in fields(covered)}
+    if isinstance(covered, Walks):
+        counts["operations"] = counts.pop("steps")
+        for failed in search.failures:
+            counts |= {"failing_seed": failed.seed, "failing_length": failed.length}
+    plan = search.plan
+    shard = plan.shard if isinstance(plan, AtRandom) else None
     return {
-        "target": where.target.name,
-        "strategy": where.strategy,
-        "origin": where.target.origin(where.strategy),
-        "page_size": where.page_size,
-        "contract": where.rules.contract,
-        "nodes": where.rules.nodes,
-        "shard": f"{where.shard.index}/{where.shard.count}",
+        "target": place.target.name,
+        "strategy": place.strategy,
+        "origin": place.target.origin(place.strategy),
+        "page_size": place.page_size,
+        "contract": place.rules.contract,
+        "nodes": place.rules.nodes,
+        "shard": f"{shard.index}/{shard.count}" if shard else "1/1",
         "interrupted": search.interrupted,
         **counts,
         **_rates(covered),
-        "failures": [_failure_json(*failure) for failure in failures],
+        "failures": [_failure_json(found) for found in search.counterexamples],
     }
 
 
-def _failure_json(found: Witness, scenario: str | None) -> dict[str, Any]:
+def _failure_json(found: Counterexample) -> dict[str, Any]:
     steps = []
     for number, step in enumerate(found.run.steps, start=1):
         owners = {
@@ -184,8 +182,6 @@ def _failure_json(found: Witness, scenario: str | None) -> dict[str, Any]:
         steps.append(step_json(number, step) | {"owners": owners})
     return run_json(found.run) | {
         "raised": found.run.raised,
-        "scenario": scenario,
-        "nearest": scenario,
-        "fails_as": scenario,
+        "scenario": found.scenario,
         "steps": steps,
     }

@@ -108,8 +108,10 @@ def sentence(run: Run) -> str:
     clauses = _Change(run.steps, at).clauses()
     if run.raised and at == len(run.steps) - 1:
         clauses.append(f"the allocator raised {run.raised}")
-    counts = f"{counted(step.comparison.physical, 'SWA page')} in use, {step.comparison.mapped} mapped."
-    return f"Step {at + 1}, {str(step.step)}: {'; '.join(clauses)}. {counts}"
+    counts = (
+        f"{counted(step.comparison.physical, 'SWA page')} in use, {step.comparison.mapped} mapped."
+    )
+    return f"Step {at + 1}, {step.step!s}: {'; '.join(clauses)}. {counts}"
 
 
 def _by_page(results: Iterable[StepResult]) -> list[dict[int, Page]]:

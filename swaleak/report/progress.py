@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from swaleak.errors import counted
-from swaleak.search.explore import Progress
-from swaleak.search.fuzz import Played
+from swaleak.explorer.breadth_first import Progress
+from swaleak.explorer.random_walk import Walks
 
 if TYPE_CHECKING:
     from swaleak.benchmark.measure import Round
@@ -35,12 +35,20 @@ class ProgressLine:
     def __exit__(self, *_: object) -> None:
         self._write("")
 
-    def show(self, progress: Progress | Played) -> None:
+    def show(self, progress: Progress | Walks) -> None:
         """Show how far the search is, if that was not done a moment ago."""
+        self.show_text(progress_text(progress))
+
+    def show_bytes(self, read: int, total: int) -> None:
+        """Show how much of a file has been read."""
+        self.show_text(f"{read >> 20:,} of {total >> 20:,} MiB, {100 * read // max(1, total)} %")
+
+    def show_text(self, text: str) -> None:
+        """Show a text, if none was shown a moment ago."""
         now = time.monotonic()
         if self.shown and now - self.last >= REFRESH_SECONDS:
             self.last = now
-            self._write(progress_text(progress)[:79])
+            self._write(text[:79])
 
     def _write(self, text: str) -> None:
         if self.shown:
@@ -48,7 +56,7 @@ class ProgressLine:
             self.file.flush()
 
 
-def progress_text(progress: Progress | Played) -> str:
+def progress_text(progress: Progress | Walks) -> str:
     """Return the line, without its end."""
     seconds = max(progress.seconds, 1e-9)
     if isinstance(progress, Progress):
@@ -56,8 +64,8 @@ def progress_text(progress: Progress | Played) -> str:
         transitions = counted(progress.transitions, "transition")
         rate = progress.transitions / seconds
         return f"depth {progress.depth}: {states}, {transitions}, {rate:,.0f}/s"
-    scripts, steps = counted(progress.scripts, "script"), counted(progress.operations, "step")
-    return f"{scripts}, {steps}, {progress.operations / seconds:,.0f}/s"
+    scripts, steps = counted(progress.scripts, "script"), counted(progress.steps, "step")
+    return f"{scripts}, {steps}, {progress.steps / seconds:,.0f}/s"
 
 
 def with_bar(rounds: Iterator[Round]) -> Iterator[Round]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swaleak.check.follow import Followed
+from swaleak.checker.run import TraceRun
 from swaleak.errors import counted
 from swaleak.report.model import (
     STYLES,
@@ -21,8 +21,7 @@ from swaleak.report.model import (
     violations_json,
     violations_text,
 )
-from swaleak.script.ops import describe
-from swaleak.search.reduce import Reduced
+from swaleak.trace.to_scenario import Reduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +31,17 @@ class Replayed:
     target: str
     strategy: str
     origin: str
-    followed: Followed
+    trace: TraceRun
 
 
 def replay_report(about: About, path: Path, runs: Sequence[Replayed]) -> Report:
     """One row per strategy: SWA pages at the end, and what went wrong first."""
     columns = ("strategy", "origin", "groups", "physical", "mapped", "verdict", "as recorded")
     right = frozenset({"groups", "physical", "mapped", "as recorded"})
-    lines = [f"{run.strategy}: {fact}" for run in runs for fact in _facts(run.followed)]
+    lines = [f"{run.strategy}: {fact}" for run in runs for fact in _facts(run.trace)]
     lines.append("as recorded: groups after which both counts were those of the recorded run.")
     section = Section(path.name, Grid(columns, tuple(map(_row, runs)), right), tuple(lines))
-    ok = all(run.followed.verdict == "clean" for run in runs)
+    ok = all(run.trace.verdict == "clean" for run in runs)
     return about.report("replay", ok, [section], [_json(path, run) for run in runs])
 
 
@@ -61,9 +60,9 @@ def record_report(files: Sequence[Path], status: int) -> Report:
 
 def shrink_report(about: About, path: Path, written: Path, small: Reduced) -> Report:
     """The steps that are left, and where they were written."""
-    steps = [describe(step) for step in small.scenario.steps]
+    steps = [str(step) for step in small.scenario.steps]
     outcome = run_json(small.run)
-    bad = small.followed.first_bad
+    bad = small.trace.first_bad
     assert bad is not None
     lines = (
         f"{path.name} fails after group {bad.group}, line {bad.line}: "
@@ -79,7 +78,7 @@ def shrink_report(about: About, path: Path, written: Path, small: Reduced) -> Re
 
 
 def _row(run: Replayed) -> tuple[Cell, ...]:
-    seen = run.followed
+    seen = run.trace
     physical, mapped = (seen.last.physical, seen.last.mapped) if seen.last else ("-", "-")
     return cells(
         run.strategy,
@@ -92,21 +91,21 @@ def _row(run: Replayed) -> tuple[Cell, ...]:
     )
 
 
-def _facts(seen: Followed) -> list[str]:
+def _facts(seen: TraceRun) -> list[str]:
     facts = []
     if bad := seen.first_bad:
         facts.append(f"from group {bad.group} (line {bad.line}): {violations_text(bad.violations)}")
     if seen.raised:
         facts.append(f"line {seen.raised[0]}: the allocator raised {seen.raised[1]}")
-    if seen.starved:
-        facts.append(f"line {seen.starved}: a pool was exhausted")
+    if seen.exhausted:
+        facts.append(f"line {seen.exhausted}: a pool was exhausted")
     if not seen.groups:
         facts.append("no free group ends in this trace, so nothing was judged")
     return facts
 
 
 def _json(path: Path, run: Replayed) -> dict[str, Any]:
-    seen = run.followed
+    seen = run.trace
     entry: dict[str, Any] = {
         "trace": str(path),
         "target": run.target,
@@ -124,6 +123,6 @@ def _json(path: Path, run: Replayed) -> dict[str, Any]:
         entry["first_bad"] = {"group": seen.first_bad.group, "line": seen.first_bad.line}
     if seen.raised:
         entry["raised"] = {"line": seen.raised[0], "error": seen.raised[1]}
-    if seen.starved:
-        entry["starved"] = {"line": seen.starved}
+    if seen.exhausted:
+        entry["starved"] = {"line": seen.exhausted}
     return entry

@@ -264,7 +264,9 @@ class _Writer:
         full = self.shadow.full.find(node.numbers)
         peers = self.shadow.mapping.tensor[full.slots].tolist()
         numbers = _ranges(self.swa_numbers[peer] for peer in peers)
-        return f"({shown}, {self._slots(node.numbers, self.full)}, {self._slots(numbers, self.swa)})"
+        return (
+            f"({shown}, {self._slots(node.numbers, self.full)}, {self._slots(numbers, self.swa)})"
+        )
 
     def _fail(self, number: int, reason: str) -> ScriptError:
         where = self.scenario.source or self.scenario.name
@@ -287,9 +289,7 @@ def _ranges(numbers: Iterable[int]) -> Slots:
     """Return numbers as ranges; zeros are a range of their own."""
     ranges: list[list[int]] = []
     for number in numbers:
-        if ranges and number and ranges[-1][0] and number == sum(ranges[-1]):
-            ranges[-1][1] += 1
-        elif ranges and not number and not ranges[-1][0]:
+        if (ranges and number and ranges[-1][0] and number == sum(ranges[-1])) or (ranges and not number and not ranges[-1][0]):
             ranges[-1][1] += 1
         else:
             ranges.append([number, 1])

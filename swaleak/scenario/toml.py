@@ -19,8 +19,8 @@ from packaging.version import InvalidVersion, Version
 
 from swaleak.errors import ScriptError, UsageError, unknown
 from swaleak.scenario.cache_steps import CACHE_STEPS, CacheStep
-from swaleak.scenario.contract import CONTRACTS
 from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS, Count, PageSize
+from swaleak.scenario.contract import CONTRACTS
 from swaleak.scenario.steps import STEPS, FreeStep, FromZero, Step
 
 SCHEMA = 1

@@ -24,12 +24,15 @@ PROGRESS_LINES = 4096
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
 
-class Unheard(Call, frozen=True, tag="unheard"):
+UNHEARD = "unheard"
+
+
+class Unheard(Call, frozen=True, tag=UNHEARD):
     """Somebody has written the mapping, and no call did."""
 
 
 _NAMES = [kind.__struct_config__.tag for kind in (*CALLS, Unheard)]
-_decode_call = msgspec.json.Decoder(Union[(*CALLS, Unheard)]).decode  # type: ignore[arg-type]  # noqa: UP007
+_decode_call = msgspec.json.Decoder(Union[(*CALLS, Unheard)]).decode  # type: ignore[arg-type]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -49,9 +52,9 @@ class TraceWriter:
         """Write a header."""
         self._write(_encode(header) + b"\n")
 
-    def write(self, calls: list[Call]) -> None:
+    def write(self, text: str) -> None:
         """Hand whole lines to the operating system: they outlive this process."""
-        self._write(b"".join([_encode(call) + b"\n" for call in calls]))
+        self._write(text.encode())
 
     def _write(self, data: bytes) -> None:
         while data:  # a disk that is nearly full takes a part first

@@ -1,4 +1,4 @@
-"""The recorder: turns the calls that reach a live allocator into a trace; see ``script/trace.py``.
+"""The recorder: turns the calls that reach a live allocator into a trace; see ``trace/format.py``.
 
 A call costs a copy of its slots; names and lines are made when the group ends, for all of its
 calls together.
@@ -6,27 +6,29 @@ calls together.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swaleak.column import Column
-from swaleak.script.trace import (
+from swaleak.live.auditor import Gauge, Look
+from swaleak.live.instrument import (
+    EVERY_CALL,
     FREES,
     GROWS,
-    HANDS_OUT,
-    UNHEARD,
-    Header,
-    Ranges,
-    TraceWriter,
-    line,
+    POOL_CALLS,
+    RESETS,
+    Hooks,
+    pair_of,
+    slots_of,
 )
-from swaleak.sglang.live import Gauge
-from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS, RESETS, Hooks, slots_of
+from swaleak.scenario.calls import CALLS, Header
+from swaleak.trace.format import UNHEARD, TraceWriter
+from swaleak.trace.slot_numbers import Numbers, Ranges
 
-FEW = 64  # slots that are looked up one by one
+HANDS_OUT = frozenset(call.op for call in CALLS if call.allocates)
 MANY = 512  # calls outside groups that are kept at most
 PARAMETERS = {
     "alloc_extend": ("prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu", "last_loc"),
@@ -42,60 +44,6 @@ GROWN = frozenset(GROWS.values())
 # a call not written yet: its name, or its line once that is finished; full slots, SWA slots
 # (int64[n] each), what else it takes
 Kept = tuple[str, Tensor | None, Tensor | None, dict[str, Any] | None]
-
-
-class Numbers:
-    """Every slot a pool hands out gets the next number; this is who has which, 8 bytes a slot.
-
-    A few slots are looked up one by one, which is faster than five kernels; many, by kernels.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.of_slot = Column(slots + 1)
-        self.next = 1
-
-    def give(self, slots: Tensor) -> int:
-        """Number ``slots``, int64[n], in order. Returns the first number."""
-        first, count = self.next, slots.numel()
-        self.next = first + count
-        cells = self.of_slot.cells
-        if count <= FEW:
-            for number, slot in enumerate(slots.tolist(), start=first):
-                cells[slot] = number
-        else:
-            self.of_slot.tensor[slots] = torch.arange(first, self.next)
-        cells[0] = 0  # the padding slot is nobody's: "no peer"
-        return first
-
-    def ranges(self, several: list[Tensor]) -> list[Ranges]:
-        """Return the numbers of slots, int64[n] each, as ranges; see ``script/trace.py``."""
-        lengths = [slots.numel() for slots in several]
-        if sum(lengths) <= FEW * len(lengths):
-            return [self._one_by_one(slots.tolist()) for slots in several]
-        numbers = self.of_slot.tensor[torch.cat(several)]
-        ends = torch.tensor(lengths).cumsum(0)
-        step = numbers.diff()
-        nobody = numbers == 0
-        fresh = torch.ones(numbers.numel() + 1, dtype=torch.bool)
-        fresh[1:-1] = torch.where(nobody[:-1], step != 0, step != 1)
-        fresh[ends] = True
-        starts = fresh.nonzero().reshape(-1)
-        cuts = torch.searchsorted(starts, ends).tolist()
-        pairs = torch.stack((numbers[starts[:-1]], starts.diff()), 1).tolist()
-        return [pairs[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
-
-    def _one_by_one(self, slots: list[int]) -> Ranges:
-        cells, found, last, follows = self.of_slot.cells, [], [0, 0], -1
-        for slot in slots:
-            number = cells[slot]
-            if number == follows:
-                last[1] += 1
-                follows += number > 0
-            else:
-                last = [number, 1]
-                found.append(last)
-                follows = number + 1 if number else 0
-        return found
 
 
 class Recorder:
@@ -162,7 +110,7 @@ class Recorder:
 
     def _alloc(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self._keep(("alloc", result, self.gauge.mapping[result], None))
+            self._keep(("alloc", result.clone(), self.gauge.peers(result), None))
 
     def _grow(self, name: str) -> Callable[..., None]:
         op, parameters = GROWS[name], PARAMETERS[name]
@@ -178,17 +126,17 @@ class Recorder:
                 rest["tail"] = int(given["swa_tail_len"])
             last = given["last_loc"].clamp(min=0)  # -1, "no slot before": nobody's, as slot 0
             self._keep(("last", last, None, None))
-            self._keep((op, result, self.gauge.mapping[result], rest))
+            self._keep((op, result.clone(), self.gauge.peers(result), rest))
 
         return after
 
     def _took_full(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self._keep(("alloc_full", result, None, None))
+            self._keep(("alloc_full", result.clone(), None, None))
 
     def _took_swa(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self._keep(("alloc_swa", None, result, None))
+            self._keep(("alloc_swa", None, result.clone(), None))
 
     def _free(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,17 +145,13 @@ class Recorder:
         return before
 
     def _point(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        full, swa = (*args, *kwargs.values())
-        taken = self.kept[-2:]
-        if len(taken) == 2 and taken[0][1] is full and taken[1][2] is swa:
-            self.kept[-2:] = [("alloc_both", full, swa, None)]  # three calls, one line
-        else:
-            self._keep(("point", full.clone(), swa.clone(), None))
+        full, swa = pair_of(args, kwargs)
+        self._keep(("point", full.clone(), swa.clone(), None))
 
     def _free_full_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # a cache that has re-pointed a node clears the newcomer's entries without any call
         slots = slots_of(args, kwargs)
-        peers = {"peers": self.gauge.mapping[slots]}
+        peers = {"peers": self.gauge.peers(slots)}
         self.kept.append(("free_full_pool", slots.clone(), None, peers))
 
     def _free_swa_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,9 +160,9 @@ class Recorder:
     def _begin(self, _args: Any, _kwargs: Any) -> None:
         self._keep(("begin", None, None, None))
 
-    def ended(self, physical: int, mapped: int) -> None:
-        """A group has ended; these are the SWA pages in use and mapped."""
-        self.kept.append(("end", None, None, {"physical": physical, "mapped": mapped}))
+    def ended(self, look: Look) -> None:
+        """A group has ended."""
+        self.kept.append(("end", None, None, {"physical": look.physical, "mapped": look.mapped}))
         self._write()
 
     def _keep(self, call: Kept) -> None:
@@ -233,6 +177,7 @@ class Recorder:
             kept = _to_host(kept)
         if self.unheard:
             kept, self.unheard = _unexplained(kept), False
+        kept = _paired(kept)
         text: list[str] = []
         waiting: list[Kept] = []
         freed = False
@@ -286,7 +231,7 @@ class Recorder:
                     data["swa"] = next(swa)
                 if op in GROWN:
                     data["last"] = self.last
-                text.append(line(op, data))
+                text.append(json.dumps({"op": op, **data}, separators=(",", ":")) + "\n")
 
 
 def _unexplained(kept: list[Kept]) -> list[Kept]:
@@ -300,6 +245,23 @@ def _unexplained(kept: list[Kept]) -> list[Kept]:
         for call, (op, _, _, rest) in zip(kept, [*kept[1:], kept[-1]], strict=True)
         if not (call[0] == UNHEARD and op == "free_full_pool" and rest and not rest["peers"].any())
     ]
+
+
+def _paired(kept: list[Kept]) -> list[Kept]:
+    """Make one call of pages taken from each pool and then mapped to each other."""
+    paired: list[Kept] = []
+    for call in kept:
+        if call[0] == "point" and [op for op, *_ in paired[-2:]] == ["alloc_full", "alloc_swa"]:
+            (_, full, _, _), (_, _, swa, _) = paired[-2:]
+            if _same(full, call[1]) and _same(swa, call[2]):
+                paired[-2:] = [("alloc_both", full, swa, None)]
+                continue
+        paired.append(call)
+    return paired
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _to_host(kept: list[Kept]) -> list[Kept]:

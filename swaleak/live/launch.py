@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swaleak.errors import UsageError
-from swaleak.sglang.plugin import VARIABLE, Wish
+from swaleak.live.plugin import VARIABLE, Wish
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -91,4 +92,5 @@ def _in_foreground() -> bool:
 
 
 def _traces(path: Path) -> list[Path]:
-    return list(path.parent.glob(f"{path.stem}.*{path.suffix}"))
+    stem, suffix = glob.escape(path.stem), glob.escape(path.suffix)
+    return list(path.parent.glob(f"{stem}.*{suffix}"))

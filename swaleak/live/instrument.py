@@ -14,13 +14,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from swaleak.script.trace import FREES, GROWS
+from swaleak.scenario.calls import CALLS, FreeCall
 
 logger = logging.getLogger("swaleak")
 
 Before = Callable[[tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 
+FREES = tuple(call.op for call in CALLS if issubclass(call, FreeCall))
+PEER_FREES = tuple(c.op for c in CALLS if issubclass(c, FreeCall) and c.swa_side)
+# the allocator's call -> its name in a trace
+GROWS = {"alloc_extend": "extend", "alloc_decode": "decode", "alloc_extend_swa_tail": "tail"}
 # calls of the hybrid allocator by what they do; a release that lacks one is not told of it
 ALLOCS = ("alloc", *GROWS)
 POINTS = ("set_full_to_swa_mapping", "clear_full_to_swa_mapping")
@@ -137,9 +141,19 @@ def _tap(allocator: Any, name: str) -> None:
 
 
 def slots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the slots a call is about, int64[n]: its first argument."""
-    slots: Tensor = args[0] if args else next(iter(kwargs.values()))
+    """Return the slots a call is about, int32[n] or int64[n]: its first argument."""
+    if args:
+        slots: Tensor = args[0]
+    else:
+        slots = kwargs["free_index" if "free_index" in kwargs else "full_indices"]
     return slots
+
+
+def pair_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the full and the SWA slots, int64[n] each, of ``set_full_to_swa_mapping``."""
+    full: Tensor = args[0] if args else kwargs["full_indices"]
+    swa: Tensor = args[1] if len(args) > 1 else kwargs["swa_indices"]
+    return full, swa
 
 
 def place_of(frame: FrameType) -> tuple[CodeType, int]:
