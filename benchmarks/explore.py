@@ -25,12 +25,12 @@ from hypothesis.stateful import (
 )
 from swaleak.check.audit import audit
 from swaleak.driven import start_torch
-from swaleak.search.explore import Explorer, Make, room
-from swaleak.search.legal import Rules, legal
-from swaleak.search.queues import queue_kinds
+from swaleak.explorer.breadth_first import BreadthFirst as Explorer, Make, room
+from swaleak.scenario.contract import Rules, legal
+from swaleak.explorer.canonical import queue_kinds
 from swaleak.search.stage import Stage
-from swaleak.search.survey import has_segments
-from swaleak.sglang.adapter import Driver
+from swaleak.explorer.search import has_segments
+from swaleak.targets.driver import Driver
 
 from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
 from swaleak.targets.open import Sizes, open_target, strategy_of
@@ -82,7 +82,7 @@ def hypothesis_machine(make: Make, rules: Rules, depth: int, examples: int) -> S
         @rule(data=st.data())
         def operate(self, data: st.DataObject) -> None:
             op = data.draw(st.sampled_from(list(legal(self.player.ledger, rules))))
-            self.player.play(op)
+            selfplayer.step(op)
             self.failed = bool(audit(self.player.allocator, self.player.ledger).violations)
             spent["transitions"] += 1
             started = time.perf_counter()

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import graft
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.live import plugin
+from swaleak.targets.driver import graft
 
 from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
 from swaleak.targets.radix_cache import Caches

@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 from swaleak.check.follow import Followed, follow
-from swaleak.script.trace import Header, Line, TraceReader, TraceWriter
-from swaleak.script.trace import line as as_line
-from swaleak.sglang.adapter import Driver
+from swaleak.trace.format import Header, Line, TraceReader, TraceWriter
+from swaleak.trace.format import line as as_line
+from swaleak.targets.driver import Driver
 from torch import Tensor
 
 from swaleak.targets.open import Builtin, Sizes
@@ -252,7 +252,7 @@ class Measured:
             self.calls += called - started
             for line in islice(lines, len(turn)):
                 assert isinstance(line, Line)
-                player.play(line)
+                player.step(line)
             self.player += time.process_time() - called
             twin.forget(self.most)
             player.forget(self.most)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from swaleak.check.case import Case, run_case
-from swaleak.script import catalogue as scenarios
+from swaleak.checker.case import Case, run_case
+from swaleak.scenario import catalogue as scenarios
 
 from swaleak.files import write_text
 from swaleak.report.cases import cell_of, failures

@@ -232,10 +232,10 @@ def _run(
             else:
                 caches.append(cache)
         options.pop("repeat", None)
-    for cache in caches:
+    for which in caches:
         place = f"{scenario.name} on {target.name}, strategy {strategy}, page size {size}"
         with interruptible(place):
-            yield run_case(scenario, target, strategy, size, cache=cache, **options)
+            yield run_case(scenario, target, strategy, size, cache=which, **options)
 
 
 def _batch(cases: list[Case], left_out: list[str]) -> Batch:

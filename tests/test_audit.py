@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from swaleak.allocator.state import State
 from swaleak.check import audit as audits
 from swaleak.check.audit import audit, read
 from swaleak.check.ledger import Ledger, Node
+
+from swaleak.targets.driver import State
 
 
 class Allocator:

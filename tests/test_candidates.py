@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from swaleak.allocator.strategy import STRATEGIES, Enqueue
-from swaleak.sglang.adapter import Driver, graft, ships
 
 from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategies import STRATEGIES, Enqueue
+from swaleak.targets.driver import Driver, graft, ships
 from tests.conftest import USER_CLASS, Cli
 
 HEAD = USER_CLASS.format(strategy="Enqueue")

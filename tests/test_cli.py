@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import swaleak
-from swaleak import target
 from swaleak.report import doctor
+from swaleak.targets import open as target
 from tests.conftest import ROOT, USER_CLASS, Answer, Cli, wheel
 
 STEPS = 'schema = 1\nsteps = [ { alloc = "a" }, %s ]\n'

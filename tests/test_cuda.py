@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from swaleak.check.audit import audit
-from swaleak.check.case import run_case
 from swaleak.check.ledger import Ledger
-from swaleak.script import catalogue as scenarios
 
+from swaleak.checker.case import run_case
+from swaleak.scenario import catalogue as scenarios
 from swaleak.targets.open import Builtin, Sizes, open_target
 from swaleak.targets.sources import RELEASES
 from tests.conftest import Cli, wheel

@@ -3,20 +3,21 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.player import Starved
-from swaleak.script import ops
 from swaleak.script.ops import Part, describe
-from swaleak.search.explore import Explorer, Shard
-from swaleak.search.legal import Rules, in_production, legal
-from swaleak.search.queues import queue_kinds
 from swaleak.search.stage import Stage
-from swaleak.search.survey import has_segments
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
 
 from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategies import STRATEGIES
 from swaleak.errors import ScriptError, TargetError
+from swaleak.explorer.breadth_first import BreadthFirst as Explorer
+from swaleak.explorer.breadth_first import Shard
+from swaleak.explorer.canonical import queue_kinds
+from swaleak.explorer.search import has_segments
+from swaleak.scenario import steps as ops
+from swaleak.scenario.contract import Rules, in_production, legal
+from swaleak.targets.driver import Driver
+from swaleak.targets.open import Builtin, Sizes
 from tests.conftest import sglang
 
 
@@ -38,7 +39,7 @@ def explored(target, strategy, page_size, depth, contract="production", shard=No
 def failure(explorer):
     """Return the first failing order in words, its verdict and kinds; None if none fails."""
     for found in explorer.coverage.failures:
-        kinds = {violation.kind for violation in found.run.audit.violations}
+        kinds = {violation.kind for violation in found.run.comparison.violations}
         return " | ".join(map(describe, found.order)), found.run.verdict, kinds
     return None
 

@@ -4,15 +4,16 @@ import io
 import json
 
 import pytest
-from swaleak.script import catalogue as scenarios
-from swaleak.script import ops
-from swaleak.search.explore import Explorer, Progress
-from swaleak.search.fuzz import Fuzzer
-from swaleak.search.shrink import renamed
 from swaleak.search.witness import described_by
 
+from swaleak.explorer.breadth_first import BreadthFirst as Explorer
+from swaleak.explorer.breadth_first import Progress
+from swaleak.explorer.random_walk import RandomWalk as Fuzzer
+from swaleak.explorer.shrink import renamed
 from swaleak.report import explore as explore_reports
 from swaleak.report.progress import ProgressLine
+from swaleak.scenario import catalogue as scenarios
+from swaleak.scenario import steps as ops
 
 
 def test_the_catalogue_recognises_its_own():

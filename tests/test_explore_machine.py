@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from swaleak.check.audit import audit
-from swaleak.check.player import Player
-from swaleak.search.explore import Explorer
-from swaleak.search.legal import Rules, legal
-from swaleak.target import Builtin, Sizes
 
+from swaleak.checker.run import Execution as Player
+from swaleak.explorer.breadth_first import BreadthFirst as Explorer
+from swaleak.scenario.contract import Rules, legal
+from swaleak.targets.open import Builtin, Sizes
 from tests.conftest import sglang
 
 RULES = Rules(nodes=3)
@@ -42,7 +42,7 @@ def machine(target, strategy, page_size):
             for op in legal(self.player.ledger, RULES):
                 kinds.setdefault(op.key, []).append(op)
             kind = data.draw(st.sampled_from(list(kinds)))
-            self.player.play(data.draw(st.sampled_from(kinds[kind])))
+            selfplayer.step(data.draw(st.sampled_from(kinds[kind])))
 
         @invariant()
         def owners_agree(self):

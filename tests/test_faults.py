@@ -17,24 +17,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check import case
-from swaleak.check.follow import follow
-from swaleak.check.player import Player
-from swaleak.script import catalogue as scenarios
-from swaleak.script.trace import TraceReader
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import Driver
-from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS
 
 from benchmarks.sizes import SIZES, measure
 from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker.run import Execution as Player
+from swaleak.checker.run import run_trace as follow
 from swaleak.errors import ScriptError, TargetError
 from swaleak.files import STALE, write_text
+from swaleak.live import plugin
+from swaleak.live.instrument import EVERY_CALL, POOL_CALLS
 from swaleak.report.catalogue import list_report, show_report
 from swaleak.report.render import FORMATS, write
+from swaleak.scenario import catalogue as scenarios
+from swaleak.targets.driver import Driver
 from swaleak.targets.open import Builtin
 from swaleak.targets.sources import from_release
+from swaleak.trace.format import TraceReader
 from tests.conftest import ROOT, Cli, wheel
 
 KILLS = 50
@@ -218,7 +218,7 @@ def play_recorded(file: Path, rounds: int) -> list[bool]:
     for _ in range(rounds):
         player = Player(Driver(allocator))
         for step in LEAK.steps:
-            player.play(step)
+            player.step(step)
         gave.append(player.allocator.alloc(1) is not None)
         allocator.clear()
     return gave

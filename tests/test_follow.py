@@ -10,19 +10,20 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given, settings
-from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check import names
-from swaleak.check.follow import Followed, _parted, follow
-from swaleak.check.player import Player
-from swaleak.check.replay import replay
-from swaleak.script import ops
-from swaleak.script.ops import Op
-from swaleak.script.trace import Header, Line, TraceReader
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
 
 from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker.run import Execution as Player
+from swaleak.checker.run import TraceRun as Followed
+from swaleak.checker.run import run_script as replay
+from swaleak.checker.run import run_trace as follow
+from swaleak.live import plugin
+from swaleak.scenario import steps as ops
+from swaleak.scenario.steps import Step as Op
+from swaleak.targets.driver import Driver
+from swaleak.targets.open import Builtin, Sizes
+from swaleak.trace.format import Header, Line, TraceReader
 from tests.test_property import SIZES, scripts
 
 BUILTIN = Builtin("cpu")
@@ -33,7 +34,7 @@ def recorded(folder: str, page_size: int, script: tuple[Op, ...]) -> list[Header
     pages = SIZES[page_size].full_pages * page_size
     player = Player(Driver(class_(pages, pages, page_size, "cpu", STRATEGIES["eager"])))
     for op in script:
-        player.play(op)
+        player.step(op)
     [path] = Path(folder).glob("t.*.jsonl")
     return list(TraceReader(path))
 
@@ -61,7 +62,7 @@ def test_it_agrees_with_the_ledger_of_nodes(
     run = replay(BUILTIN.make(strategy, SIZES[page_size]), script)
     ways = [followed(trace, strategy, *way) for way in ((64, 1024), (64, 1), (0, 1024), (0, 1))]
     assert [(f.verdict, f.last.physical, f.last.mapped) for f in ways if f.last] == [
-        (run.verdict, run.audit.physical, run.audit.mapped)
+        (run.verdict, run.comparison.physical, run.comparison.mapped)
     ] * len(ways)
     assert ways == [ways[0]] * len(ways)
 

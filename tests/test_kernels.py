@@ -22,7 +22,7 @@ import sys
 import torch
 from pathlib import Path
 from swaleak.targets import loader, shims, source
-from swaleak.sglang.adapter import Driver
+from swaleak.targets.driver import Driver
 from swaleak.targets.open import Builtin, Sizes
 from tests.test_loader import grow
 

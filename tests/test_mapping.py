@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from swaleak.allocator.mapping import GuardedMapping, guarded, plain
-from swaleak.target import Builtin, Sizes, Target
 
+from swaleak.allocator.write_guard import GuardedMapping, guarded, plain
+from swaleak.targets.open import Builtin, Sizes, Target
 from tests.conftest import sglang
 
 AT = torch.tensor([1, 2])

@@ -11,21 +11,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check.case import run_case
-from swaleak.check.picture import Page
-from swaleak.check.replay import replay
-from swaleak.script import catalogue as scenarios
-from swaleak.script import ops
-from swaleak.script.read import parse
-from swaleak.script.scenario import Scenario
-from swaleak.target import Builtin, Sizes
 
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker.case import run_case
+from swaleak.checker.compare import Page
+from swaleak.checker.run import run_script as replay
 from swaleak.errors import ScriptError
 from swaleak.report.cases import case_json
 from swaleak.report.model import Report
 from swaleak.report.page_map import FAULTS, WIDTH, fault, page_map, page_maps
 from swaleak.report.render import print_to
+from swaleak.scenario import catalogue as scenarios
+from swaleak.scenario import steps as ops
+from swaleak.scenario.toml import Scenario, parse
+from swaleak.targets.open import Builtin, Sizes
 from tests.conftest import sglang
 
 
@@ -205,7 +204,7 @@ def test_any_run_has_a_strip_and_a_sentence(wanted, strategy):
     case = played(script, strategy)
     section = page_map(case)
     marked = [i for i, row in enumerate(section.grid.rows) if row[0].text.startswith("✗")]
-    bad = [i for i, step in enumerate(case.run.steps) if step.audit.violations][:1]
+    bad = [i for i, step in enumerate(case.run.steps) if step.comparison.violations][:1]
     widest = max(map(len, printed(section).splitlines()))
     assert (marked, widest <= WIDTH, section.sentence.text.startswith("Step")) == (
         bad,

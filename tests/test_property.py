@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
-from swaleak.check.player import Player
-from swaleak.check.replay import Run, replay
-from swaleak.script import ops
-from swaleak.script.ops import Op, Part
-from swaleak.target import Builtin, Sizes, Target
 
+from swaleak.checker.run import Execution as Player
+from swaleak.checker.run import Run
+from swaleak.checker.run import run_script as replay
 from swaleak.errors import ScriptError
+from swaleak.scenario import steps as ops
+from swaleak.scenario.steps import Part
+from swaleak.scenario.steps import Step as Op
+from swaleak.targets.open import Builtin, Sizes, Target
 from tests.conftest import sglang
 
 BUILTIN = Builtin("cpu")
@@ -44,7 +46,7 @@ def legal(drawn: list[Op], page_size: int) -> list[Op]:
         if getattr(op, "source", None) == getattr(op, "node", ""):
             continue
         try:
-            player.play(op)
+            player.step(op)
         except ScriptError:
             continue
         script.append(op)

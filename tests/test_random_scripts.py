@@ -2,9 +2,10 @@
 
 import pytest
 from swaleak.search.explore import Shard
-from swaleak.search.fuzz import Fuzzer
-from swaleak.search.legal import Rules
-from swaleak.target import Builtin, Sizes
+
+from swaleak.explorer.random_walk import RandomWalk as Fuzzer
+from swaleak.scenario.contract import Rules
+from swaleak.targets.open import Builtin, Sizes
 
 BUILTIN = Builtin("cpu")
 
@@ -30,7 +31,7 @@ def test_random_scripts_find_nothing_in_sound_strategies(strategy, contract, pag
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_random_scripts_find_and_shrink_the_bug_the_same_way_twice(page_size):
     once, again = (fuzzed("deferred", page_size).failure for _ in range(2))
-    kinds = {violation.kind for violation in once.run.audit.violations}
+    kinds = {violation.kind for violation in once.run.comparison.violations}
     assert (once.order, once.seed) == (again.order, again.seed)
     assert once.length > len(once.order) == 6 and "leak" in kinds
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from swaleak.allocator.strategy import Eager
-from swaleak.check.replay import replay
-from swaleak.script import ops
-from swaleak.script.ops import Op
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
 
 from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategies import Eager
+from swaleak.checker.run import run_script as replay
 from swaleak.errors import ScriptError
+from swaleak.scenario import steps as ops
+from swaleak.scenario.steps import Step as Op
+from swaleak.targets.driver import Driver
+from swaleak.targets.open import Builtin, Sizes
 
 A, B = ops.Alloc("a"), ops.Alloc("b")
 BEGIN, END = ops.Group("begin"), ops.Group("end")
@@ -121,7 +121,7 @@ def test_nodes_that_grow(strategy, page_size):
     run = replay(Builtin("cpu").make(strategy, Sizes(16, 16, page_size)), script, keep_steps=True)
     pages = [-(-n // page_size) for n in (3, 4, 5)]
     b = pages[2]
-    assert (run.verdict, run.audit.physical, [s.audit.physical for s in run.steps[:4]]) == (
+    assert (run.verdict, run.comparison.physical, [s.audit.physical for s in run.steps[:4]]) == (
         "clean",
         0,
         [*pages, 2 * b],

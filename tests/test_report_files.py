@@ -12,17 +12,17 @@ from xml.etree import ElementTree
 
 import pytest
 from swaleak.check.audit import Violation
-from swaleak.check.case import Case, run_case
-from swaleak.check.replay import Run
-from swaleak.script import catalogue as scenarios
-from swaleak.script.scenario import Outcome
-from swaleak.target import Builtin
 
+from swaleak.checker.case import Case, run_case
+from swaleak.checker.run import Run
 from swaleak.errors import UsageError, counted, page_list
 from swaleak.report.cases import check_report, repro_report
 from swaleak.report.model import About, Report, violation_text
 from swaleak.report.page_map import INTRO, page_map
 from swaleak.report.render import FORMATS, as_json, as_junit, as_markdown, as_svg, write
+from swaleak.scenario import catalogue as scenarios
+from swaleak.scenario.toml import Outcome
+from swaleak.targets.open import Builtin
 from tests.conftest import USER_CLASS, Cli
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from packaging.specifiers import SpecifierSet
-from swaleak.check.case import run_case
-from swaleak.script import catalogue as scenarios
-from swaleak.sglang.release import RELEASES
-from swaleak.target import Builtin, Target
 
+from swaleak.checker.case import run_case
+from swaleak.scenario import catalogue as scenarios
+from swaleak.targets.open import Builtin, Target
+from swaleak.targets.sources import RELEASES
 from tests.conftest import sglang
 
 BUILTIN = Builtin("cpu")
@@ -89,7 +89,7 @@ def test_sglang_as_shipped(name: str, version: str) -> None:
     target = sglang(version)
     for size in CATALOGUE[name].page_sizes:
         case = run_case(CATALOGUE[name], target, "shipped", size)
-        kinds = sorted({violation.kind for violation in case.run.audit.violations})
+        kinds = sorted({violation.kind for violation in case.run.comparison.violations})
         told = " ".join([outcome(target, name, "shipped", size) + ":", *kinds])
         clean = f"{MODEL[name][1] if 'clean' in MODEL[name][1] else '1/1 clean'}:"
         rows = SHIPPED.get(name, {}) if size == 1 or name not in PAGE_SIZE_1_ONLY else {}
@@ -125,7 +125,7 @@ def test_deferred_in_the_model_is_0_5_18(name: str) -> None:
             for of, strategy in ((BUILTIN, "deferred"), (target, "shipped"))
         )
         assert (model.verdict, model.audit) == (real.verdict, real.audit)
-        assert [step.audit for step in model.steps] == [step.audit for step in real.steps]
+        assert [step.comparison for step in model.steps] == [step.comparison for step in real.steps]
 
 
 @pytest.mark.wheels

@@ -17,15 +17,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check.case import run_case
-from swaleak.check.follow import follow
-from swaleak.script.read import parse
-from swaleak.script.trace import TraceReader
-from swaleak.script.write import to_toml
-from swaleak.search.reduce import reduce
 
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker.case import run_case
+from swaleak.checker.run import run_trace as follow
+from swaleak.scenario.toml import parse, to_toml
 from swaleak.targets.open import open_target
+from swaleak.trace.format import TraceReader
+from swaleak.trace.to_scenario import reduce
 
 pytestmark = [
     pytest.mark.sglang,
@@ -66,12 +65,12 @@ def expected(origin: str, physical: int, mapped: int) -> set[tuple]:
 
 def test_the_plugin_is_announced():
     (mine,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "swaleak"]
-    assert mine.value == "swaleak.sglang.plugin:activate"
+    assert mine.value == "swaleak.live.plugin:activate"
 
 
 def test_not_asked_for_it_imports_nothing():
     code = (
-        "import sys, swaleak.sglang.plugin as p; p.activate(); "
+        "import sys, swaleak.live.plugin as p; p.activate(); "
         "print([m for m in ('torch', 'sglang') if m in sys.modules])"
     )
     assert run("-c", code).stdout == "[]\n"

@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swaleak.script import ops
 from swaleak.script.ops import Part, describe
-from swaleak.search.shrink import renamed, shrink
+
+from swaleak.explorer.shrink import renamed, shrink
+from swaleak.scenario import steps as ops
 
 
 def words(script):

@@ -8,24 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check.case import run_case
-from swaleak.check.follow import follow
-from swaleak.check.player import Player
-from swaleak.script import catalogue as scenarios
-from swaleak.script import ops
-from swaleak.script.read import parse
-from swaleak.script.trace import Header, TraceReader
-from swaleak.script.write import to_toml
-from swaleak.search.reduce import reduce
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import Driver
-from swaleak.sglang.live import Gauge
-from swaleak.sglang.watch import watched
-from swaleak.target import Builtin
 
 from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker.case import run_case
+from swaleak.checker.run import Execution as Player
+from swaleak.checker.run import run_trace as follow
 from swaleak.errors import ScriptError, UsageError
+from swaleak.live import plugin
+from swaleak.live.auditor import Gauge
+from swaleak.live.instrument import watched
+from swaleak.scenario import catalogue as scenarios
+from swaleak.scenario import steps as ops
+from swaleak.scenario.toml import parse, to_toml
+from swaleak.targets.driver import Driver
+from swaleak.targets.open import Builtin
+from swaleak.trace.format import Header, TraceReader
+from swaleak.trace.to_scenario import reduce
 from tests.conftest import sglang
 
 PAGES = 16
@@ -42,7 +41,7 @@ def play(driver: Driver, steps: tuple[ops.Op, ...]) -> list[tuple[int, int]]:
     """Play a script; SWA pages in use and mapped after each group, counted in full."""
     player, counts = Player(driver), []
     for step in steps:
-        player.play(step)
+        player.step(step)
         if step == ops.Group("end"):
             state = driver.state()
             mapped = state.mapping[state.mapping > 0] // state.page_size

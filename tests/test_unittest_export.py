@@ -8,12 +8,12 @@ import unittest
 from pathlib import Path, PurePosixPath
 
 import pytest
-from swaleak.check.case import run_case
-from swaleak.script import catalogue as scenarios
-from swaleak.script.read import parse
 
+from swaleak.checker.case import run_case
 from swaleak.errors import ScriptError
 from swaleak.report.unittest_export import unittest_file
+from swaleak.scenario import catalogue as scenarios
+from swaleak.scenario.toml import parse
 from swaleak.targets import shims
 from swaleak.targets.loader import _Importer
 from swaleak.targets.sources import ALLOCATOR, SourceTree, from_wheel
@@ -72,7 +72,7 @@ def passes(text: str, tree) -> bool:
 def install(tree: SourceTree, folder: Path) -> None:
     """Make `import sglang` find a release's allocator, and stand-ins for what it imports."""
     standins = {
-        name: f"from swaleak.sglang import shims\nglobals().update(shims.MODULES[{name!r}]('cpu'))"
+        name: f"from swaleak.targets import shims\nglobals().update(shims.MODULES[{name!r}]('cpu'))"
         for name in shims.MODULES
     }
     package = ALLOCATOR.replace("/", ".")

@@ -3,13 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from swaleak.script import catalogue as scenarios
-from swaleak.script import ops
 from swaleak.script.ops import Part
-from swaleak.script.read import parse
-from swaleak.script.scenario import Scenario
-from swaleak.script.write import to_toml
 
+from swaleak.scenario import catalogue as scenarios
+from swaleak.scenario import steps as ops
+from swaleak.scenario.toml import Scenario, parse, to_toml
 from tests.test_shrink import LONG
 
 

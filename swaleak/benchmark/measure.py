@@ -26,7 +26,8 @@ from swaleak.checker.run import Execution
 from swaleak.checker.snapshot import Snapshot
 from swaleak.errors import RAISED, SwaleakError, UsageError, unknown
 from swaleak.scenario import steps
-from swaleak.scenario.steps import MAX_SLOTS, Step
+from swaleak.scenario.calls import MAX_SLOTS
+from swaleak.scenario.steps import Step
 from swaleak.scenario.toml import check_page_size
 from swaleak.targets.driver import Sizes
 from swaleak.targets.open import SHIPPED, STRATEGY_NAMES, Target, free_memory, strategy_of

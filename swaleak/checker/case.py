@@ -9,8 +9,10 @@ from swaleak.checker.conservation import run_cache_script
 from swaleak.checker.run import Run, run_script
 from swaleak.errors import ScriptError, UsageError
 from swaleak.scenario import steps
-from swaleak.scenario.toml import MAX_SLOTS, Known, Outcome, Scenario, check_page_size
-from swaleak.targets.open import Sizes, Target
+from swaleak.scenario.calls import MAX_SLOTS
+from swaleak.scenario.toml import Known, Outcome, Scenario, check_page_size
+from swaleak.targets.driver import Sizes
+from swaleak.targets.open import Target
 
 LARGE = 2**20  # slots
 CANDIDATES = ("shipped", "patched")  # origins that are judged as SGLang's, not as our strategies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from swaleak.checker.compare import (
     read,
 )
 from swaleak.checker.shadow import Shadow
-from swaleak.checker.snapshot import marks, unchanged
+from swaleak.checker.snapshot import Marks, marks, unchanged
 from swaleak.errors import RAISED, ScriptError, format_error
 from swaleak.scenario import steps
 from swaleak.scenario.calls import (
@@ -381,9 +381,7 @@ def _judge_group(
         result.first_bad = result.last
 
 
-def is_refusal(
-    step: Step, error: BaseException, before: Sequence[object], after: Sequence[object]
-) -> bool:
+def is_refusal(step: Step, error: BaseException, before: Marks, after: Marks) -> bool:
     """Whether an allocator that raised has refused: on purpose, and with nothing changed.
 
     Refusing an allocation is always an error: a script asks for no more than there is.

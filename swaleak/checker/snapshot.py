@@ -22,6 +22,7 @@ from swaleak.allocator.write_guard import plain
 from swaleak.checker.shadow import Cells, Shadow
 from swaleak.targets.driver import Driver
 
+Marks = list[tuple[object, int]]
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 SCALARS = (bool, int, float, str, type(None))
 
@@ -40,7 +41,7 @@ def entries(value: object) -> Iterator[object]:
             yield from entries(item)
 
 
-def marks(driver: Driver) -> list[tuple[object, int]]:
+def marks(driver: Driver) -> Marks:
     """Return something that is the same as long as nothing in the allocator has been written.
 
     Costs no copy and no synchronisation: a tensor is told by its identity and version counter.
@@ -53,7 +54,7 @@ def marks(driver: Driver) -> list[tuple[object, int]]:
     ]
 
 
-def unchanged(before: list[tuple[object, int]], after: list[tuple[object, int]]) -> bool:
+def unchanged(before: Marks, after: Marks) -> bool:
     """Whether two lists of ``marks`` are of one state."""
     return len(before) == len(after) and all(
         version == now and (one is other or (not isinstance(one, Tensor) and one == other))

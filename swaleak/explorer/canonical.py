@@ -207,7 +207,7 @@ class _Content:
             return self.items == [value]
         if self.empty and isinstance(value, CONTAINERS):
             return not value
-        if value is self.tensor and value._version == self.version:
+        if isinstance(value, Tensor) and value is self.tensor and value._version == self.version:
             return True
         return _plain(value) == self.items
 

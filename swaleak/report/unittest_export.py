@@ -289,7 +289,9 @@ def _ranges(numbers: Iterable[int]) -> Slots:
     """Return numbers as ranges; zeros are a range of their own."""
     ranges: list[list[int]] = []
     for number in numbers:
-        if (ranges and number and ranges[-1][0] and number == sum(ranges[-1])) or (ranges and not number and not ranges[-1][0]):
+        if (ranges and number and ranges[-1][0] and number == sum(ranges[-1])) or (
+            ranges and not number and not ranges[-1][0]
+        ):
             ranges[-1][1] += 1
         else:
             ranges.append([number, 1])

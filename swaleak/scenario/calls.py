@@ -142,7 +142,8 @@ class AllocExtendSwaTail(AllocExtend, frozen=True, tag="tail"):
     """``alloc_extend_swa_tail``: only the last ``tail`` tokens get an SWA peer."""
 
     code: ClassVar[str] = (
-        "{new} = allocator.alloc_extend_swa_tail(*self.growth({prefix}, {seq}, {last}), {n}, {tail})"
+        "{new} = allocator.alloc_extend_swa_tail("
+        "*self.growth({prefix}, {seq}, {last}), {n}, {tail})"
     )
 
     tail: Number

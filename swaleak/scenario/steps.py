@@ -112,7 +112,7 @@ class AllocTail(Step, frozen=True):
             tail=self.tail * size,
         )
 
-    rename = Alloc.rename  # type: ignore[assignment]
+    rename = Alloc.rename
 
     def __str__(self) -> str:
         return f"alloc_tail {self.node}, {self.pages} pages, tail {self.tail}"
@@ -164,7 +164,7 @@ class Decode(Step, frozen=True):
         before, last = _grown(shadow, self.node)
         yield calls.AllocDecode(first, swa, 1, seq=(before + 1,), last=last)
 
-    rename = Extend.rename  # type: ignore[assignment]
+    rename = Extend.rename
 
 
 class FreeStep(Step, frozen=True):

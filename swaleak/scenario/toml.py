@@ -360,7 +360,7 @@ def explain(message: str) -> tuple[str, str]:
 
 
 def to_toml(scenario: Scenario) -> str:
-    """Return a scenario as TOML, keys in the order of the shipped files; ``parse`` reads it back."""
+    """Return a scenario as TOML, keys in the order of the shipped files; ``parse`` reads it."""
     story = "\n".join(textwrap.wrap(" ".join(scenario.story.split()), 98, break_long_words=False))
     lines = [f"schema = {SCHEMA}", f"title = {_value(scenario.title)}"]
     if scenario.upstream:

@@ -31,8 +31,8 @@ class Unheard(Call, frozen=True, tag=UNHEARD):
     """Somebody has written the mapping, and no call did."""
 
 
-_NAMES = [kind.__struct_config__.tag for kind in (*CALLS, Unheard)]
-_decode_call = msgspec.json.Decoder(Union[(*CALLS, Unheard)]).decode  # type: ignore[arg-type]
+_NAMES = [UNHEARD, *(call.op for call in CALLS)]
+_decode_call = msgspec.json.Decoder(Union[(*CALLS, Unheard)]).decode
 _encode = msgspec.json.Encoder().encode
 
 
