@@ -32,6 +32,10 @@ from swaleak.report.model import (
 if TYPE_CHECKING:
     from swaleak.checker.compare import Page
 
+MARKS = {  # by whether the sources are patched
+    False: "! as shipped: not what is known of that release.",
+    True: "! as patched: neither clean nor refused as misuse; known faults excuse no patch.",
+}
 OPEN_GROUP = "The group is still open; what waits for its end is not judged."
 
 
@@ -362,12 +366,9 @@ def _grafted_on_patched(about: About, cases: Sequence[Case]) -> list[str]:
 
 def _baseline(about: About, cases: Iterable[Case]) -> list[str]:
     """Return the line that says what is not judged, where there is something patched that is."""
-    names = dict.fromkeys(_short(c.target) for c in cases if c.target not in about.patched)
-    if not about.patched or not names:
-        return []
-    verb = plural("is", len(names))
-    judged = "only the patched sources are judged"
-    return [f"{' and '.join(names)} {verb} shown for comparison; {judged}."]
+    names = list(dict.fromkeys(_short(c.target) for c in cases if c.target not in about.patched))
+    shown = f"{' and '.join(names)} {plural('is', len(names))} shown for comparison"
+    return [f"{shown}; only the patched sources are judged."] if about.patched and names else []
 
 
 def _compared(
@@ -392,12 +393,8 @@ def _compared(
 
 def _marks(cases: Iterable[Case]) -> list[str]:
     """Return what ``!`` means, of the columns that have one."""
-    patched = {case.origin == "patched" for case in cases if not case.as_declared}
-    lines = {
-        False: "! as shipped: not what is known of that release.",
-        True: "! as patched: neither clean nor refused as misuse; known faults excuse no patch.",
-    }
-    return [line for of_patch, line in lines.items() if of_patch in patched]
+    marked = {case.origin == "patched" for case in cases if not case.as_declared}
+    return [MARKS[patched] for patched in sorted(marked)]
 
 
 def _strategy(case: Case) -> str:

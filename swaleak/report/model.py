@@ -28,6 +28,17 @@ STYLES = {
     "error": "bold red",
 }
 SHIPPED = "shipped"  # the strategy that is asked for; whose code that is, is in a case's origin
+# a violation's kind, and whether it is of an owner's pages or of a pool's -> its wording
+WORDINGS = {
+    ("lost", False): "{pages} lost the SWA side",
+    ("lost", True): "{owner} lost the SWA side of its {pages}",
+    ("stale", False): "stale: {pages} still {maps} although nobody owns {it}",
+    ("stale", True): "stale: {owner}'s {pages} still {maps}",
+    ("leak", False): "{pages} leaked",
+    ("dangling", False): "dangling: {pages} in use and in the free list",
+    ("double-free", False): "{pages} twice in the free list",
+    ("reserved", False): "reserved {pages} in the free list",
+}
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
 
 
@@ -183,29 +194,18 @@ def violations_text(violations: Iterable[Violation]) -> str:
 
 def violation_text(violation: Violation) -> str:
     """Return a violation as a part of a sentence."""
-    count = len(violation.pages)
+    owner, count = violation.owner, len(violation.pages)
     pool = {"swa": "SWA ", "full": "full "}.get(violation.pool or "", "")
-    pages = pool + page_list(violation.pages)
-    maps = plural("maps", count)
-    match violation.kind, violation.owner:
-        case "lost", None:
-            return f"{pages} lost the SWA side"
-        case "lost", owner:
-            return f"{owner} lost the SWA side of its {pages}"
-        case "stale", None:
-            return f"stale: {pages} still {maps} although nobody owns {plural('it', count)}"
-        case "stale", owner:
-            return f"stale: {owner}'s {pages} still {maps}"
-        case "leak", _:
-            return f"{pages} leaked"
-        case "dangling", _:
-            return f"dangling: {pages} in use and in the free list"
-        case "double-free", _:
-            return f"{pages} twice in the free list"
-        case "reserved", _:
-            return f"reserved {pages} in the free list"
-        case kind, owner:
-            return f"{kind}: {owner}'s {pages}" if owner else f"{kind}: {pages}"
+    wording = WORDINGS.get((violation.kind, owner is not None))
+    if wording is None:
+        whose = f"{owner}'s " if owner else ""
+        return f"{violation.kind}: {whose}{pool}{page_list(violation.pages)}"
+    return wording.format(
+        owner=owner,
+        pages=pool + page_list(violation.pages),
+        maps=plural("maps", count),
+        it=plural("it", count),
+    )
 
 
 def violations_json(violations: Iterable[Violation]) -> list[dict[str, Any]]:

@@ -36,13 +36,22 @@ class Replayed:
 
 def replay_report(about: About, path: Path, runs: Sequence[Replayed]) -> Report:
     """One row per strategy: SWA pages at the end, and what went wrong first."""
-    columns = ("strategy", "origin", "groups", "physical", "mapped", "verdict", "as recorded")
-    right = frozenset({"groups", "physical", "mapped", "as recorded"})
+    results = [{"trace": str(path)} | _json(run) for run in runs]
+    counts = ("groups", "physical", "mapped")
+    rows = tuple(
+        cells(
+            *("-" if one[key] is None else one[key] for key in ("strategy", "origin", *counts)),
+            Cell(one["verdict"], STYLES[one["verdict"]]),
+            f"{one['groups_as_recorded']} of {one['groups']}",
+        )
+        for one in results
+    )
+    columns = ("strategy", "origin", *counts, "verdict", "as recorded")
     lines = [f"{run.strategy}: {fact}" for run in runs for fact in _facts(run.trace)]
     lines.append("as recorded: groups after which both counts were those of the recorded run.")
-    section = Section(path.name, Grid(columns, tuple(map(_row, runs)), right), tuple(lines))
-    ok = all(run.trace.verdict == "clean" for run in runs)
-    return about.report("replay", ok, [section], [_json(path, run) for run in runs])
+    grid = Grid(columns, rows, frozenset({*counts, "as recorded"}))
+    ok = all(one["verdict"] == "clean" for one in results)
+    return about.report("replay", ok, [Section(path.name, grid, tuple(lines))], results)
 
 
 def record_report(files: Sequence[Path], status: int) -> Report:
@@ -77,20 +86,6 @@ def shrink_report(about: About, path: Path, written: Path, small: Reduced) -> Re
     return about.report("shrink", True, [section], [result])
 
 
-def _row(run: Replayed) -> tuple[Cell, ...]:
-    seen = run.trace
-    physical, mapped = (seen.last.physical, seen.last.mapped) if seen.last else ("-", "-")
-    return cells(
-        run.strategy,
-        run.origin,
-        seen.groups,
-        physical,
-        mapped,
-        Cell(seen.verdict, STYLES[seen.verdict]),
-        f"{seen.groups - seen.differ} of {seen.groups}",
-    )
-
-
 def _facts(seen: TraceRun) -> list[str]:
     facts = []
     if bad := seen.first_bad:
@@ -104,10 +99,9 @@ def _facts(seen: TraceRun) -> list[str]:
     return facts
 
 
-def _json(path: Path, run: Replayed) -> dict[str, Any]:
+def _json(run: Replayed) -> dict[str, Any]:
     seen = run.trace
     entry: dict[str, Any] = {
-        "trace": str(path),
         "target": run.target,
         "strategy": run.strategy,
         "origin": run.origin,
