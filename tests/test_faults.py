@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -17,24 +18,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from swaleak.check import case
 
 from benchmarks.sizes import SIZES, measure
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategies import STRATEGIES
-from swaleak.checker.run import Execution as Player
-from swaleak.checker.run import run_trace as follow
+from swaleak.allocator.strategy import STRATEGIES
+from swaleak.check import case
+from swaleak.check.follow import follow
+from swaleak.check.player import Player
 from swaleak.errors import ScriptError, TargetError
-from swaleak.files import STALE, write_text
-from swaleak.live import plugin
-from swaleak.live.instrument import EVERY_CALL, POOL_CALLS
+from swaleak.files import STALE
 from swaleak.report.catalogue import list_report, show_report
-from swaleak.report.render import FORMATS, write
-from swaleak.scenario import catalogue as scenarios
-from swaleak.targets.driver import Driver
-from swaleak.targets.open import Builtin
-from swaleak.targets.sources import from_release
-from swaleak.trace.format import TraceReader
+from swaleak.report.files import FORMATS, write, write_text
+from swaleak.script import catalogue as scenarios
+from swaleak.script.trace import TraceReader
+from swaleak.sglang import plugin
+from swaleak.sglang.adapter import Driver
+from swaleak.sglang.release import from_release
+from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS
+from swaleak.target import Builtin
 from tests.conftest import ROOT, Cli, wheel
 
 KILLS = 50
@@ -218,7 +219,7 @@ def play_recorded(file: Path, rounds: int) -> list[bool]:
     for _ in range(rounds):
         player = Player(Driver(allocator))
         for step in LEAK.steps:
-            player.step(step)
+            player.play(step)
         gave.append(player.allocator.alloc(1) is not None)
         allocator.clear()
     return gave
@@ -243,8 +244,8 @@ def test_a_recorder_on_a_full_disk_never_raises(
     fill(disk, leave)
     gave = play_recorded(disk / "t.jsonl", 20)
     [trace] = disk.glob("t.*.jsonl")
-    told = [record.getMessage() for record in caplog.records]
-    assert (gave, told, (read_back(trace) or 0) in range(20)) == (
+    failed = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert (gave, failed, (read_back(trace) or 0) in range(20)) == (
         [True] * 20,
         ["swaleak: watching failed and has stopped; the server is not affected"],
         True,
@@ -262,8 +263,8 @@ def test_a_recorder_over_the_limit_of_a_file(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     [trace] = tmp_path.glob("t.*.jsonl")
-    told = [record.getMessage() for record in caplog.records]
-    assert (gave, told, trace.stat().st_size) == (
+    failed = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert (gave, failed, trace.stat().st_size) == (
         [True] * 20,
         ["swaleak: watching failed and has stopped; the server is not affected"],
         1000,
@@ -351,7 +352,7 @@ def test_a_download_ends_with_who_asked_for_it(number: int, tmp_path: Path) -> N
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text(ENDLESS)
     os.mkfifo(tmp_path / "pipe")
-    code = "from swaleak.targets.sources import from_release; from_release('0.5.18')"
+    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
     environment = {
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
         "PIPE": str(tmp_path / "pipe"),
@@ -375,7 +376,7 @@ def test_downloads_that_are_killed_leave_a_whole_release_or_none(
     cache = tmp_path / "cache"
     monkeypatch.setenv("SWALEAK_CACHE", str(cache))
     kept = cache / "sglang-0.5.18.zip"
-    code = "from swaleak.targets.sources import from_release; from_release('0.5.18')"
+    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
 
     def fetch(limit: float | None) -> None:
         process = subprocess.Popen(

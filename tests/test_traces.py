@@ -2,46 +2,60 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategies import STRATEGIES
-from swaleak.checker.case import run_case
-from swaleak.checker.run import Execution as Player
-from swaleak.checker.run import run_trace as follow
+from swaleak.allocator.strategy import STRATEGIES
+from swaleak.check.case import run_case
+from swaleak.check.follow import follow
+from swaleak.check.player import Player
 from swaleak.errors import ScriptError, UsageError
-from swaleak.live import plugin
-from swaleak.live.auditor import Gauge
-from swaleak.live.instrument import watched
-from swaleak.scenario import catalogue as scenarios
-from swaleak.scenario import steps as ops
-from swaleak.scenario.toml import parse, to_toml
-from swaleak.targets.driver import Driver
-from swaleak.targets.open import Builtin
-from swaleak.trace.format import Header, TraceReader
-from swaleak.trace.to_scenario import reduce
+from swaleak.script import catalogue as scenarios
+from swaleak.script import ops
+from swaleak.script.read import parse
+from swaleak.script.trace import Header, TraceReader
+from swaleak.script.write import to_toml
+from swaleak.search.reduce import reduce
+from swaleak.sglang import plugin
+from swaleak.sglang.adapter import Driver, graft, ships
+from swaleak.sglang.live import Gauge, Release
+from swaleak.sglang.watch import watched
+from swaleak.target import Builtin, Sizes
+from swaleak.target.kinds import kv_pool_for
 from tests.conftest import sglang
+from tests.request_table import TableDriver
 
 PAGES = 16
 PRODUCTION = [s.name for s in scenarios.catalogue() if s.reach == "production"]
 
 
-def watched_driver(wish: str, strategy: str, page_size: int) -> Driver:
-    class_ = plugin.watched_by(HybridAllocator, plugin.read_wish(wish), None)
+def watched_driver(
+    wish: str, strategy: str, page_size: int, view=None, release: Release | None = None
+) -> Driver:
+    """``view``: how slots are passed, see ``tests/request_table.py``."""
+    asked = plugin.read_wish(wish)
+    class_ = plugin.watched_by(HybridAllocator, asked, asked.fix, release)
     slots = PAGES * page_size
-    return Driver(class_(slots, slots, page_size, "cpu", STRATEGIES[strategy]))
+    allocator = class_(slots, slots, page_size, "cpu", STRATEGIES[strategy])
+    return TableDriver(allocator, view) if view else Driver(allocator)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 def play(driver: Driver, steps: tuple[ops.Op, ...]) -> list[tuple[int, int]]:
     """Play a script; SWA pages in use and mapped after each group, counted in full."""
     player, counts = Player(driver), []
     for step in steps:
-        player.step(step)
+        player.play(step)
         if step == ops.Group("end"):
             state = driver.state()
             mapped = state.mapping[state.mapping > 0] // state.page_size
@@ -215,7 +229,7 @@ def test_a_header_further_down_starts_again(tmp_path):
 def test_the_auditor_names_the_page_the_calls_and_the_fix(caplog):
     driver = watched_driver("audit", "deferred", 4)
     play(driver, scenarios.load("tombstone-recovery").steps)
-    (record,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    (record,) = errors(caplog)
     parts = (
         "SWA page 2 is lost",
         "(physical 2, mapped 1)",
@@ -232,14 +246,14 @@ def test_the_auditor_names_the_page_the_calls_and_the_fix(caplog):
 def test_the_auditor_is_silent_about_what_is_right(name, strategy, caplog):
     driver = watched_driver("audit", strategy, 4)
     play(driver, scenarios.load(name).steps)
-    assert caplog.records == []
+    assert errors(caplog) == []
 
 
 def test_the_gauge_counts_what_a_full_look_counts():
     driver = watched_driver("audit", "deferred", 4)
     gauge = Gauge(driver.allocator)
     counts = play(driver, scenarios.load("tombstone-recovery").steps)
-    assert [(gauge.physical(), gauge.mapped())] == counts
+    assert [gauge.look()[:2]] == counts
 
 
 def test_a_hook_that_raises_stops_the_watching_and_nothing_else(caplog):
@@ -252,11 +266,253 @@ def test_a_hook_that_raises_stops_the_watching_and_nothing_else(caplog):
     class_ = watched(HybridAllocator, connect)
     driver = Driver(class_(64, 64, 4, "cpu", STRATEGIES["barrier"]))
     counts = play(driver, scenarios.load("tombstone-recovery").steps)
-    told = [record.getMessage() for record in caplog.records]
-    assert (counts, told) == (
+    assert (counts, errors(caplog)) == (
         [(2, 2)],
         ["swaleak: watching failed and has stopped; the server is not affected"],
     )
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_double_free_in_the_same_group_hides_no_leak(page_size, caplog, tmp_path):
+    driver = watched_driver(f"audit,record:{tmp_path}/t.jsonl", "deferred", page_size)
+    free = driver.state().swa_free
+    node, other = driver.alloc(1), driver.alloc(1)
+    driver.group_begin()
+    driver.free_swa(node)
+    driver.point(node, driver.translate(other))
+    driver.clear_mapping(other)
+    driver.free_full_pool(other)
+    driver.free_swa(node)
+    # the built-in model takes a page back once, SGLang's token pool as often as it is told to
+    driver.swa_pool.free_pages = torch.cat((free[1:2], driver.swa_pool.free_pages))
+    driver.group_end()
+    driver.group_begin()
+    driver.group_end()
+    assert [text.split(";")[0] for text in errors(caplog)] == [
+        "swaleak: SWA page 1 is lost: it is in use and nothing maps to it any more "
+        "(physical 1, mapped 0)",
+        "swaleak: SWA page 2 is in the free list twice: two requests will be given it "
+        f"(physical 1, mapped 0) [page size {page_size}, group 1]",
+    ]
+    (path,) = tmp_path.glob("t.*.jsonl")
+    ends = [line.data for line in TraceReader(path) if getattr(line, "op", "") == "end"]
+    assert ends == [{"physical": 1, "mapped": 0}] * 2
+
+
+@pytest.mark.wheels
+def test_what_0_5_18_frees_twice_at_page_size_1_hides_no_leak(caplog):
+    base = sglang("0.5.18")._class
+    class_ = plugin.watched_by(base, plugin.read_wish("audit"), None)
+    driver = Driver(class_(4, 4, 1, torch.bfloat16, "cpu", kv_pool_for(base), False))
+    node, other = driver.alloc(1), driver.alloc(1)
+    driver.group_begin()
+    driver.free_swa(node)
+    driver.point(node, driver.translate(other))
+    driver.clear_mapping(other)
+    driver.free_full_pool(other)
+    driver.free_swa(node)
+    driver.group_end()
+    assert sorted(driver.state().swa_free.tolist()) == [2, 2, 3, 4]
+    lost, twice = errors(caplog)
+    assert "SWA page 1 is lost" in lost and "queued by free_swa at " in lost
+    assert "SWA page 2 is in the free list twice" in twice
+
+
+def lose(driver: Driver) -> None:
+    """Lose a page in a group as tombstone recovery does."""
+    node, other = driver.alloc(1), driver.alloc(1)
+    driver.group_begin()
+    driver.free_swa(node)
+    driver.point(node, driver.translate(other))
+    driver.clear_mapping(other)
+    driver.free_full_pool(other)
+    driver.group_end()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_every_lost_page_is_reported_in_its_group_and_only_there(page_size, caplog):
+    driver = watched_driver("audit", "deferred", page_size)
+    for _ in range(3):
+        lose(driver)
+        driver.group_begin()
+        driver.group_end()
+    reported = [(text.split(" is lost")[0], text.split("group ")[-1]) for text in errors(caplog)]
+    assert reported == [
+        ("swaleak: SWA page 1", "1]"),
+        ("swaleak: SWA page 2", "3]"),
+        ("swaleak: SWA page 3", "5]"),
+    ]
+
+
+def test_a_lost_page_that_comes_back_and_is_lost_again_is_reported_again(caplog):
+    driver = watched_driver("audit", "deferred", 4)
+    lose(driver)
+    driver.free_swa_pool(torch.arange(4, 8))  # by hand
+    driver.group_begin()
+    driver.group_end()
+    lose(driver)
+    assert [text[: text.index(" is lost")] for text in errors(caplog)] == [
+        "swaleak: SWA page 1",
+        "swaleak: SWA page 1",
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_pages_taken_for_later_are_lost_when_they_were_mapped_in_between(page_size, caplog):
+    driver = watched_driver("audit", "deferred", page_size)
+    node = driver.alloc(1)
+    driver.free_swa(node)
+    driver.group_begin()
+    taken = driver.alloc_swa(2)  # the first is mapped and unmapped again, the second waits
+    driver.group_end()
+    driver.group_begin()
+    driver.point(node, taken[:page_size].clone())
+    driver.clear_mapping(node)
+    driver.group_end()
+    driver.group_begin()
+    driver.group_end()
+    (text,) = errors(caplog)
+    assert f"SWA page {int(taken[0]) // page_size} is lost" in text
+    assert "(physical 2, mapped 1)" in text
+
+
+@pytest.mark.parametrize("page_size", [4, 8])
+def test_a_page_that_is_mapped_from_the_middle_of_another_is_not_lost(page_size, caplog):
+    driver = watched_driver("audit", "deferred", page_size)
+    node = driver.alloc(1)
+    driver.clear_mapping(node)
+    driver.point(node[1:], torch.arange(page_size, 2 * page_size - 1))
+    driver.group_begin()
+    driver.group_end()
+    assert errors(caplog) == []
+    driver.clear_mapping(node)
+    driver.group_begin()
+    driver.group_end()
+    (text,) = errors(caplog)
+    assert "SWA page 1 is lost" in text
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_alloc_handed_out_may_be_overwritten_by_its_caller(strategy, page_size, tmp_path):
+    driver = watched_driver(f"record:{tmp_path}/t.jsonl", strategy, page_size)
+    handed_out = []
+    for _ in range(2):
+        full = driver.alloc(1)
+        handed_out.append(full.clone())
+        full.fill_(0)
+    swa = driver.alloc_swa(1)
+    driver.free_swa(handed_out[0])
+    driver.point(handed_out[0], swa.clone())
+    swa.fill_(0)
+    if page_size > 1:
+        more = driver.extend(0, None, 2)
+        handed_out.append(more.clone())
+        more.fill_(0)
+    driver.group_begin()
+    for slots in handed_out:
+        driver.free(slots)
+    driver.group_end()
+    (path,) = tmp_path.glob("t.*.jsonl")
+    ends = []
+    followed = follow(
+        TraceReader(path),
+        lambda sizes: Builtin("cpu").make(strategy, sizes),
+        lambda seen: ends.append((seen.last.physical, seen.last.mapped)) or False,
+    )
+    assert (ends, followed.differ, followed.verdict) == ([(0, 0)], 0, "clean")
+
+
+@pytest.mark.parametrize(
+    "wish",
+    ["audit", "record:{}", "fix:barrier", "fix:barrier,audit", "fix:barrier,audit,record:{}"],
+)
+@pytest.mark.parametrize("on", ["builtin", pytest.param("0.5.18", marks=pytest.mark.wheels)])
+def test_an_allocator_that_nobody_has_any_more_is_freed(on, wish, tmp_path):
+    asked = plugin.read_wish(wish.format(tmp_path / "t.jsonl"))
+    strategy = asked.fix or "deferred"
+    alive = []
+    for _ in range(10):
+        if on == "builtin":
+            class_ = plugin.watched_by(HybridAllocator, asked, asked.fix)
+            driver = Driver(class_(16, 16, 4, "cpu", STRATEGIES[strategy]))
+            parts = [driver.allocator, driver.swa_pool]
+        else:
+            base = sglang(on)._class
+            class_ = plugin.watched_by(graft(base, STRATEGIES[strategy]), asked, asked.fix)
+            pool = kv_pool_for(base)
+            driver = Driver(class_(16, 16, 4, torch.bfloat16, "cpu", pool, False))
+            parts = [driver.allocator, pool]
+        lose(driver)
+        alive += map(weakref.ref, parts)
+        del driver, parts
+    pool = None
+    gc.collect()
+    assert [there() for there in alive if there() is not None] == []
+
+
+DEFERRED = {"free_swa": "deferred", "free": "deferred"}
+SHIPPED = {
+    "0.5.18": DEFERRED,
+    "0.5.19": DEFERRED | {"free_swa": "enqueue"},
+    "0.5.23": {"free_swa": "enqueue", "free": "enqueue"},
+}
+ADVICE = [
+    ("free_swa", "0.5.18", "", "fix: SGLang 0.5.19 or later (sgl-project/sglang #36381), or start"),
+    ("free", "0.5.18", "", "fix: SGLang 0.5.20 or later (sgl-project/sglang #36646), or start"),
+    ("free", "0.5.19", "", "this SGLang 0.5.19 with SWALEAK=fix:barrier"),
+    ("free_swa", "0.5.23", "", "SGLang 0.5.23 frees by enqueue and did not prevent it"),
+    ("free", "0.5.18", ",fix:enqueue", "fix:enqueue is in force and did not prevent this"),
+    *(
+        (None, version, fix, "neither fix, nor another release of the allocator, can help")
+        for version in SHIPPED
+        for fix in ("", ",fix:barrier")
+    ),
+]
+
+
+@pytest.mark.parametrize("in_group", [True, False])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("free", "version", "fix", "advice"), ADVICE)
+def test_the_advice_is_for_the_release_and_for_who_is_at_fault(
+    free, version, fix, advice, page_size, in_group, caplog
+):
+    release = Release(version, SHIPPED[version])
+    driver = watched_driver(f"audit{fix}", "deferred", page_size, release=release)
+    node, other = driver.alloc(1), driver.alloc(1)
+    if in_group or free:
+        driver.group_begin()
+    if free:
+        getattr(driver, free)(node)
+    driver.point(node, driver.translate(other))
+    driver.clear_mapping(other)
+    if free is None:
+        driver.free_swa(node) if in_group else None  # too late: what it frees is the other page
+    if not in_group and not free:
+        driver.group_begin()
+    driver.group_end()
+    text = errors(caplog)[0]
+    assert advice in text
+    assert ("nobody had freed it" in text, "the caller's fault" in text) == (free is None,) * 2
+    assert ("0.5.19 or later" in text) == (free == "free_swa" and version == "0.5.18")
+    assert ("set_full_to_swa_mapping at " in text) == bool(in_group or free)
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("version", SHIPPED)
+def test_a_release_is_tried_for_both_kinds_of_free(version):
+    target = sglang(version)
+    tried = {free: ships(target.make("shipped", Sizes(4, 4, 1)), free) for free in DEFERRED}
+    assert tried == SHIPPED[version]
+
+
+@pytest.mark.parametrize("wish", ["audit", "audit,fix:enqueue", "fix:barrier", "record:{}"])
+def test_an_allocator_that_is_attached_is_one_line(wish, caplog, tmp_path):
+    wish = wish.format(tmp_path / "t.jsonl")
+    watched_driver(wish, "deferred", 4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "swaleak: attached to a HybridAllocator of 64 full and 64 SWA slots, page size 4: " + wish
+    ]
 
 
 WISHES = [
@@ -264,7 +520,6 @@ WISHES = [
     ("record:/a/b.jsonl", plugin.Wish(record="/a/b.jsonl")),
     ("audit, fix:barrier", plugin.Wish(audit=True, fix="barrier")),
     ("record:f,audit,fix:enqueue", plugin.Wish("f", True, "enqueue")),
-    (" ,", plugin.Wish()),
 ]
 
 
@@ -273,10 +528,30 @@ def test_a_wish_is_read(text, wish):
     assert plugin.read_wish(text) == wish
 
 
+LACKING = [
+    ("record", "record needs a file, as in record:run.jsonl"),
+    ("record:", "record needs a file, as in record:run.jsonl"),
+    ("audit,record", "record needs a file, as in record:run.jsonl"),
+    (",", "it asks for nothing; it takes record:FILE, audit, fix:barrier, fix:enqueue"),
+    (" , ", "it asks for nothing; it takes record:FILE, audit, fix:barrier, fix:enqueue"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), LACKING)
+def test_a_wish_that_lacks_something_says_what(text, said, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.VARIABLE, text)
+    plugin.activate()
+    (record,) = caplog.records
+    assert record.getMessage() == f"swaleak does nothing: SWALEAK={text}: {said}"
+
+
 TWICE = ["audit,fix:barrier,fix:enqueue", "record:a.jsonl,record:b.jsonl"]
 
 
-@pytest.mark.parametrize("text", ["fix", "fix:eager", "record:", "audit:x", "barrier", *TWICE])
+@pytest.mark.parametrize(
+    "text",
+    ["fix", "fix:eager", "audit:x", "barrier", *TWICE],
+)
 def test_a_wish_nobody_can_fulfil_is_logged_and_nothing_happens(text, monkeypatch, caplog):
     monkeypatch.setenv(plugin.VARIABLE, text)
     plugin.activate()
@@ -302,4 +577,4 @@ def test_a_trace_without_a_group_says_that_nothing_was_judged(cli, tmp_path):
     answer = cli("replay", trace, "-s", "barrier", "--on", "builtin")
     said = " ".join(answer.out.split())
     assert answer.code == 0
-    assert "barrier: no free group ends in this trace, so nothing was judged" in said
+    assert "barrier: no free group ends in this trace, so that nothing was judged" in said

@@ -1,4 +1,4 @@
-"""Makes, drives and reads SGLang's radix caches, run out of a source tree or imported.
+"""Makes, drives and reads SGLang's radix caches, run out of a source tree.
 
 Names are those of v0.5.18; where another release differs it is said.
 """
@@ -9,10 +9,7 @@ import array
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,6 +17,7 @@ from swaleak.errors import RAISED, StandInError, TargetError, format_error
 from swaleak.scenario.calls import PoolExhausted
 from swaleak.scenario.steps import Group, Step
 from swaleak.targets.driver import Driver, Sizes, State
+from swaleak.targets.loader import ModuleLoader
 
 MEM_CACHE = "sglang.srt.mem_cache"
 CLASSES = {
@@ -31,27 +29,6 @@ COMPONENTS = (f"{MEM_CACHE}.unified_cache.components", f"{MEM_CACHE}.unified_cac
 UNMAPPED = -1  # the SWA page of a node that should have one and has none
 
 
-class Modules(Protocol):
-    """Where the modules of an SGLang come from."""
-
-    def module(self, name: str) -> ModuleType:
-        """Return a module, imported if need be."""
-
-    def exists(self, name: str) -> bool:
-        """Say whether there is such a module."""
-
-
-class Imported:
-    """The SGLang that ``import sglang`` gives, with all of its dependencies."""
-
-    module = staticmethod(import_module)
-
-    @staticmethod
-    def exists(name: str) -> bool:
-        """Say whether there is such a module."""
-        return find_spec(name) is not None
-
-
 class Caches:
     """The radix caches of one SGLang.
 
@@ -59,7 +36,7 @@ class Caches:
     """
 
     def __init__(
-        self, modules: Modules, make_driver: Callable[[str, Sizes], Driver], name: str
+        self, modules: ModuleLoader, make_driver: Callable[[str, Sizes], Driver], name: str
     ) -> None:
         self.module = modules.module
         self.exists = modules.exists
@@ -226,9 +203,13 @@ class RadixCache:
     def _pages(self, slots: torch.Tensor) -> list[int]:
         return cast("list[int]", (slots[:: self.page_size] // self.page_size).tolist())
 
-    def _alloc(self, prompt: str) -> torch.Tensor:
+    def alloc(self, pages: int) -> torch.Tensor | None:
+        """Return int64[n], full slots with SWA peers, None if a pool is too small."""
         call = self.driver.alloc if self.page_size == 1 else self.driver.alloc_pages
-        slots = call(len(prompt) * self.page_size)
+        return call(pages * self.page_size)
+
+    def _alloc(self, prompt: str) -> torch.Tensor:
+        slots = self.alloc(len(prompt))
         if slots is None:
             raise PoolExhausted(f"{prompt}: the pools are too small")
         return slots
