@@ -233,14 +233,14 @@ def test_the_auditor_names_the_page_the_calls_and_the_fix(caplog):
 def test_the_auditor_is_silent_about_what_is_right(name, strategy, caplog):
     driver = watched_driver("audit", strategy, 4)
     play(driver, scenarios.load(name).steps)
-    assert caplog.records == []
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
 def test_the_gauge_counts_what_a_full_look_counts():
     driver = watched_driver("audit", "deferred", 4)
     gauge = Gauge(driver.allocator)
     counts = play(driver, scenarios.load("tombstone-recovery").steps)
-    assert [(gauge.physical(), gauge.mapped())] == counts
+    assert [gauge.look()[:2]] == counts
 
 
 def test_a_hook_that_raises_stops_the_watching_and_nothing_else(caplog):
@@ -265,7 +265,6 @@ WISHES = [
     ("record:/a/b.jsonl", plugin.Wish(record="/a/b.jsonl")),
     ("audit, fix:barrier", plugin.Wish(audit=True, fix="barrier")),
     ("record:f,audit,fix:enqueue", plugin.Wish("f", True, "enqueue")),
-    (" ,", plugin.Wish()),
 ]
 
 
@@ -277,7 +276,10 @@ def test_a_wish_is_read(text, wish):
 TWICE = ["audit,fix:barrier,fix:enqueue", "record:a.jsonl,record:b.jsonl"]
 
 
-@pytest.mark.parametrize("text", ["fix", "fix:eager", "record:", "audit:x", "barrier", *TWICE])
+@pytest.mark.parametrize(
+    "text",
+    ["fix", "fix:eager", "record:", "record", "audit:x", "barrier", ",", " , ", *TWICE],
+)
 def test_a_wish_nobody_can_fulfil_is_logged_and_nothing_happens(text, monkeypatch, caplog):
     monkeypatch.setenv(plugin.VARIABLE, text)
     plugin.activate()

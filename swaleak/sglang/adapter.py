@@ -19,7 +19,8 @@ from swaleak.allocator.strategy import Strategy
 class Driver:
     """Carries out a script's operations on one allocator instance.
 
-    Slots are int64[n] tensors on the allocator's device. ``substituted`` collects the calls that
+    Slots are tensors on the allocator's device: int64[n], and int32[n] or views of it are taken as
+    well, as they are in SGLang's request table. ``substituted`` collects the calls that
     were made in place of ones that a release lacks.
     """
 
@@ -219,18 +220,18 @@ def graft(base: type[Any], strategy: type[Strategy]) -> type[Any]:
     return type(f"{strategy.__name__}{base.__name__}", bases, members)
 
 
-def ships(driver: Driver) -> str:
+def ships(driver: Driver, free: str = "free_swa") -> str:
     """Return the strategy that a class behaves like, found out by trying it.
 
     ``driver``: on a fresh allocator, page size 1, at least 2 slots a pool. What is asked: when
-    does a grouped ``free_swa`` decide whose SWA slot it frees?
+    does a grouped ``free_swa``, or a grouped ``free``, decide whose SWA slot it frees?
     """
     node, incoming = driver.alloc(1), driver.alloc(1)
     assert node is not None and incoming is not None
     peer, other = driver.translate(node).clone(), driver.translate(incoming).clone()
     available = driver.swa_pool.available_size()
     driver.group_begin()
-    driver.free_swa(node)
+    getattr(driver, free)(node)
     if driver.swa_pool.available_size() > available:
         return "eager"
     if not driver.translate(node).any():

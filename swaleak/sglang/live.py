@@ -1,30 +1,59 @@
-"""What runs inside a live server: the auditor and the recorder, as hooks of ``watch``.
+"""What runs inside a live server: the gauge and the auditor, as hooks of ``watch``.
 
-A server waits for neither: they keep what they hear and work it off when the group ends. Nothing
-here looks at every slot of a pool; pages are looked at through their first slot.
+A server waits for neither: they keep what they hear and work it off when the group ends. Pages are
+looked at through their first slot; all slots, only where that leaves a page unaccounted for.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from swaleak.script.trace import PEER_FREES
-from swaleak.sglang.watch import EDGES, POINTS, RESETS, Hooks, Place, place_of, slots_of
+from swaleak.sglang.watch import (
+    ALLOCS,
+    EDGES,
+    POINTS,
+    RESETS,
+    Hooks,
+    Place,
+    pair_of,
+    place_of,
+    slots_of,
+)
 
 logger = logging.getLogger("swaleak")
 
+MANY = 4096  # calls that are kept at most
+
+
+class Look(NamedTuple):
+    """SWA pages at the end of a group.
+
+    ``physical``: how many are not in the free list. ``mapped``: how many the mapping reaches, or
+    HiCache is about to load into. ``lost``: those in use that nothing reaches, since this group;
+    ``twice``: those that are in the free list twice, since this group.
+    """
+
+    physical: int
+    mapped: int
+    lost: list[int]
+    twice: list[int]
+
 
 class Gauge:
-    """Physical and mapped SWA pages of one allocator, at page granularity.
+    """Which SWA pages of one allocator are free, and which are mapped.
 
-    A page counts as mapped through the first slot of a full page; ``lost`` looks at all slots.
+    A page that was taken straight from the pool and not mapped yet is not lost: HiCache is about to
+    load into it. Every other call that takes pages maps them.
     """
 
     def __init__(self, allocator: Any) -> None:
@@ -33,71 +62,161 @@ class Gauge:
         self.pool = allocator.swa_attn_allocator
         self.resized()
 
+    def connect(self, hooks: Hooks) -> None:
+        """Ask for what takes SWA pages without mapping them, and what maps them later."""
+        hooks.add(["swa.alloc"], None, self._took)
+        hooks.add(["swa.free"], self._gave_back)
+        hooks.add(["set_full_to_swa_mapping"], self._pointed)
+        hooks.add(ALLOCS, None)  # what they take they map; what they call in turn is not told
+        hooks.add(RESETS, None, lambda *_: self.resized())
+
     def resized(self) -> None:
         """Take note of the sizes and the mapping as they are now."""
         self.mapping = self.allocator.full_to_swa_index_mapping.as_subclass(Tensor)
         self.heads = self.mapping[: -1 : self.page_size]  # a view: it follows the mapping
         self.pages = int(self.pool.size) // self.page_size
-        self.marks = self._marks(self.heads)
-        self.before = self.marks
+        self.twice: set[int] = set()
+        self.none = self._marks()
+        self._all_reached()
 
-    def physical(self) -> int:
-        """Return the number of SWA pages that are not in the free list."""
-        free: int = self.pool.available_size() // self.page_size
-        return self.pages - free
+    def _all_reached(self) -> None:
+        self.lost = self.later = self.none  # ``later``: taken, and not mapped yet
+        self.heard: list[tuple[bool, Tensor]] = []  # what has changed ``later`` since; SWA slots
+        self.any_later = False
 
-    def mapped(self) -> int:
-        """Count the distinct SWA pages that the mapping points at, and remember which."""
-        self.before, self.marks = self.marks, self._marks(self.heads)
-        return int(self.marks.count_nonzero()) - 1
+    def _took(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
+        if result is not None:
+            self.any_later = True
+            self._hear(True, result)
 
-    def lost(self, also: list[Tensor]) -> list[int]:
-        """Return SWA pages that are in use, that nothing maps to, and that were mapped to.
+    def _gave_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hear(False, slots_of(args, kwargs))
 
-        That is, at the count before the last one, or by ``also``: int64[n] each, SWA slots. Pages
-        that were taken and never mapped yet are not lost: HiCache is about to load into them.
+    def _pointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hear(False, pair_of(args, kwargs)[1])
+
+    def _hear(self, later: bool, swa: Tensor) -> None:
+        if self.any_later:
+            self.heard.append((later, swa.clone()))
+            if len(self.heard) > MANY:
+                self._settle()
+
+    def _settle(self) -> None:
+        marks = self.later.clone()
+        for later, swa in self.heard:
+            marks[swa // self.page_size] = later
+        self.later, self.heard = marks, []
+
+    def look(self) -> Look:
+        """Compare the pages in use with those that are mapped. Waits for the device once."""
+        waiting = getattr(self.pool, "release_pages", None)
+        lists = [self.pool.free_pages] if waiting is None else [self.pool.free_pages, waiting]
+        mapped, free = self._marks_of(self.heads), self._marks(*lists)
+        reached = mapped | free
+        counts = [marks.count_nonzero() for marks in (mapped, free[1:], reached)]
+        is_mapped, is_free, is_reached = torch.stack(counts).tolist()
+        lost: list[int] = []
+        if is_reached <= self.pages:
+            lost, more = self._unreached(~reached)
+            is_mapped += more
+        else:
+            self._all_reached()
+        twice: list[int] = []
+        if self.twice or sum(map(len, lists)) > is_free:
+            before, self.twice = self.twice, _repeated(torch.cat(lists))
+            twice = sorted(self.twice - before)
+        return Look(self.pages - is_free, is_mapped - 1, lost, twice)
+
+    def _unreached(self, pages: Tensor) -> tuple[list[int], int]:
+        """Return which pages are lost since the last look, and how many of all are not lost.
+
+        ``pages``: bool[pages + 1], in use, and no first slot of a full page maps to them.
         """
-        had = self.before.clone()
-        for slots in also:
-            had[slots // self.page_size] = True
-        now = self._marks(self.mapping[:-1])
-        now[self.pool.free_pages] = True
-        if getattr(self.pool, "release_pages", None) is not None:
-            now[self.pool.release_pages] = True
-        had[0] = False
-        pages: list[int] = (had & ~now).nonzero().reshape(-1).tolist()
-        return pages
+        self._settle()
+        self.later &= pages
+        self.any_later = bool(self.later.any())
+        lost = pages & ~self.later
+        old = self.lost & lost
+        if self.page_size > 1 and not torch.equal(old, lost):  # another slot may map to them
+            lost &= old | ~self._marks_of(self.mapping[:-1])
+        self.lost = lost
+        new: list[int] = (lost & ~old).nonzero().reshape(-1).tolist()
+        return new, int((pages & ~lost).count_nonzero())
 
-    def _marks(self, slots: Tensor) -> Tensor:
-        """Return bool[pages + 1], true for the pages of ``slots`` (SWA slots), page 0 with them.
+    def _marks_of(self, slots: Tensor) -> Tensor:
+        """Return the marks of the pages of SWA slots.
 
-        The first head is the padding page's, so page 0 is always among them.
+        Page 0 is among them wherever the mapping is looked at: it is the padding page's peer.
         """
-        marks = torch.zeros(self.pages + 1, dtype=torch.bool, device=slots.device)
-        pages = slots if self.page_size == 1 else slots // self.page_size
-        return marks.index_fill_(0, pages, True)
+        return self._marks(slots if self.page_size == 1 else slots // self.page_size)
+
+    def _marks(self, *lists: Tensor) -> Tensor:
+        """Return bool[pages + 1], true for the pages listed, int64[n] each."""
+        marks = torch.zeros(self.pages + 1, dtype=torch.bool, device=self.mapping.device)
+        for pages in lists:
+            marks.index_fill_(0, pages, True)
+        return marks
+
+
+def _repeated(pages: Tensor) -> set[int]:
+    """Return those of ``pages``, int64[n], that come more than once."""
+    listed, times = torch.unique(pages, return_counts=True)
+    return set(listed[times > 1].tolist())
+
+
+# the first release in which a grouped call decides in time
+FIXED = {
+    "free_swa": "0.5.19 or later (sgl-project/sglang #36381)",
+    "free": "0.5.20 or later (sgl-project/sglang #36646)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The SGLang that is running, as it is without a fix.
+
+    ``ships``: by ``free_swa`` and ``free``, the strategy that a grouped call of it follows.
+    """
+
+    version: str | None
+    ships: Mapping[str, str]
+
+    @property
+    def needs_fix(self) -> bool:
+        """Whether a grouped free decides too late whose page it frees."""
+        return "deferred" in self.ships.values()
+
+
+class Call(NamedTuple):
+    """A call of the allocator. ``peers``: int64[n], SWA slots that its full slots mapped to."""
+
+    name: str
+    peers: Tensor
+    code: CodeType
+    at: int
+
+    def __str__(self) -> str:
+        return f"{self.name} at {Place(self.code, self.at)}"
 
 
 class Auditor:
-    """Compares physical and mapped after each group, and reports the first page that is lost.
+    """Reports, after each group, every SWA page that is lost or twice in the free list.
 
-    ``fix``: the strategy that is grafted on the class, if any.
+    ``fix``: the strategy that is grafted on the class, if any. ``release``: what it is without.
     """
 
-    CALLS = (*PEER_FREES, *POINTS, *RESETS, *EDGES)  # those it wants to hear of
+    CALLS = (*ALLOCS, *PEER_FREES, *POINTS, *RESETS, *EDGES)  # those it or the gauge wants to hear
 
-    def __init__(self, gauge: Gauge, fix: str | None) -> None:
+    def __init__(self, gauge: Gauge, fix: str | None, release: Release | None) -> None:
         self.gauge = gauge
         self.fix = fix
+        self.release = release
         self.in_group = False
         self.groups = 0
-        self.excess = 0
-        self.reported = False
-        self.calls: list[tuple[str, Tensor, CodeType, int]] = []
-        self.overwritten: list[Tensor] = []
+        self.calls: deque[Call] = deque(maxlen=MANY)
 
     def connect(self, hooks: Hooks) -> None:
-        """Ask for what happens inside groups."""
+        """Ask for frees inside groups, and for all that re-points full slots."""
         for name in PEER_FREES:
             hooks.add([name], self._freed(name))
         for name in POINTS:
@@ -107,83 +226,91 @@ class Auditor:
 
     def _begin(self, _args: Any, _kwargs: Any) -> None:
         self.in_group = True
-        self.calls = []
-        self.overwritten = []
 
     def _reset(self, *_: Any) -> None:
         self.in_group = False
-        self.excess = 0
+        self.calls.clear()
 
     def _freed(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.in_group:
-                code, at = place_of(sys._getframe(2))
-                self.calls.append((name, args[0] if args else slots_of(args, kwargs), code, at))
+            if self.in_group:  # outside of one, a free is carried out at once
+                peers = self.gauge.mapping[slots_of(args, kwargs)]
+                self.calls.append(Call(name, peers, *place_of(sys._getframe(2))))
 
         return before
 
     def _pointed(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.in_group:
-                slots = slots_of(args, kwargs)
-                self.overwritten.append(self.gauge.mapping[slots])
-                self.calls.append((name, slots, *place_of(sys._getframe(2))))
+            peers = self.gauge.mapping[slots_of(args, kwargs)]
+            self.calls.append(Call(name, peers, *place_of(sys._getframe(2))))
 
         return before
 
-    def ended(self, physical: int, mapped: int) -> None:
-        """A group has ended; these are the SWA pages in use and mapped."""
+    def ended(self, look: Look) -> None:
+        """A group has ended."""
         self.in_group = False
         self.groups += 1
-        logger.debug("swaleak: group %d: physical %d, mapped %d", self.groups, physical, mapped)
-        more, self.excess = physical - mapped > self.excess, physical - mapped
-        if more and not self.reported:
-            pages = self.gauge.lost(self.overwritten)
-            if pages:
-                self.reported = True
-                self._report(pages, physical, mapped)
+        logger.debug(
+            "swaleak: group %d: physical %d, mapped %d", self.groups, look.physical, look.mapped
+        )
+        if look.lost or look.twice:
+            self._report(look)
+        self.calls.clear()
 
-    def _report(self, pages: list[int], physical: int, mapped: int) -> None:
-        page, size = pages[0], self.gauge.page_size
-        others = f"; {len(pages) - 1} more with it" if len(pages) > 1 else ""
-        told = [
-            f"SWA page {page} is lost: it is in use and nothing maps to it any more "
-            f"(physical {physical}, mapped {mapped}{others})",
-            *self._culprits(page),
-            "fix: SGLang 0.5.19 or later (sgl-project/sglang #36381), or start the server with "
-            "SWALEAK=fix:barrier"
-            if self.fix is None
-            else f"fix:{self.fix} is in force and did not prevent this: please report it",
-        ]
-        logger.error("swaleak: %s [page size %d, group %d]", "; ".join(told), size, self.groups)
-
-    def _culprits(self, page: int) -> list[str]:
-        """Say who pointed the page's full slots elsewhere in this group, and who freed them."""
+    def _report(self, look: Look) -> None:
         size = self.gauge.page_size
-        writes = (call for call in self.calls if call[0] in POINTS)
-        for (name, slots, code, at), old in zip(writes, self.overwritten, strict=True):
-            mine = slots[old // size == page]
-            if len(mine):
-                freed = (
-                    f"its free was queued by {how} at {Place(where, instruction)}"
-                    for how, freed, where, instruction in self.calls
-                    if how in PEER_FREES and torch.isin(freed // size, mine // size).any()
-                )
-                return [
-                    next(freed, "nobody had freed it"),
-                    f"before the group ended its full slots were re-pointed by {name} at "
-                    f"{Place(code, at)}",
-                ]
-        return ["its mapping was cleared without a free that this process was told of"]
+        counts = f"(physical {look.physical}, mapped {look.mapped})"
+        calls = [(call, {*(call.peers // size).reshape(-1).tolist()}) for call in self.calls]
+        facts = [
+            f"SWA page {page} is lost: it is in use and nothing maps to it any more {counts}; "
+            + self._cause([call for call, pages in calls if page in pages])
+            for page in look.lost
+        ]
+        facts += [
+            f"SWA page {page} is in the free list twice: two requests will be given it {counts}"
+            for page in look.twice
+        ]
+        for fact in facts:
+            logger.error("swaleak: %s [page size %d, group %d]", fact, size, self.groups)
+
+    def _cause(self, calls: list[Call]) -> str:
+        """Say who lost a page, and what helps. ``calls``: those that found it mapped, in order."""
+        writes = [i for i, call in enumerate(calls) if call.name in POINTS]
+        last = writes[-1] if writes else len(calls)
+        freed = next((call for call in calls[:last] if call.name in PEER_FREES), None)
+        if freed is None:
+            how = (
+                f"{calls[last]} re-pointed its full slots"
+                if writes
+                else "its mapping was written past the allocator's methods"
+            )
+            return (
+                f"nobody had freed it: {how} while it was live, which is the caller's fault; "
+                "neither fix, nor another release, can help"
+            )
+        how = f"re-pointed by {calls[last]}" if writes else "written past the allocator's methods"
+        return (
+            f"its free was queued by {freed}; before the group ended its full slots were {how}; "
+            + self._advice("free" if freed.name in ("free", "free_segment") else "free_swa")
+        )
+
+    def _advice(self, free: str) -> str:
+        """Say what helps where a queued ``free`` or ``free_swa`` has freed another page."""
+        if self.fix:
+            return f"fix:{self.fix} is in force and did not prevent this: please report it"
+        running = f"SGLang {(self.release and self.release.version) or ''}".strip()
+        if self.release and (has := self.release.ships[free]) != "deferred":
+            return f"this {running} frees by {has} and did not prevent it: please report it"
+        return f"fix: SGLang {FIXED[free]}, or start this {running} with SWALEAK=fix:barrier"
 
 
-def connect(gauge: Gauge, hooks: Hooks, ended: list[Callable[[int, int], None]]) -> None:
-    """Count once when a group ends, and tell everybody in ``ended``."""
+def connect(gauge: Gauge, hooks: Hooks, ended: list[Callable[[Look], None]]) -> None:
+    """Look once when a group ends, and tell everybody in ``ended``."""
 
     def after(*_: Any) -> None:
-        physical, mapped = gauge.physical(), gauge.mapped()
+        look = gauge.look()
         for tell in ended:
-            tell(physical, mapped)
+            tell(look)
 
     hooks.add(["free_group_end"], None, after)
-    hooks.add(RESETS, None, lambda *_: gauge.resized())
+    gauge.connect(hooks)

@@ -13,7 +13,10 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swaleak.sglang.live import Release
 
 VARIABLE = "SWALEAK"
 FIXES = ("barrier", "enqueue")
@@ -37,9 +40,12 @@ class Wish:
 
 def read_wish(text: str) -> Wish:
     """Return what ``text`` asks for. Raises ``ValueError`` with a sentence."""
+    parts = [part for part in map(str.strip, text.split(",")) if part]
+    if not parts:
+        raise ValueError(f"{VARIABLE}={text}: it asks for nothing; it takes {_TAKES}")
     record, audit, fix = None, False, None
     once: set[str] = set()
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in parts:
         word, _, value = part.partition(":")
         if value and word in once:  # which of two fixes a server is to have is not for us to guess
             raise ValueError(f"{VARIABLE}={text}: {word} is there twice")
@@ -50,12 +56,14 @@ def read_wish(text: str) -> Wish:
             audit = True
         elif word == "fix" and value in FIXES:
             fix = value
+        elif word == "record":
+            raise ValueError(f"{VARIABLE}={text}: record needs a file, as in record:run.jsonl")
         else:
-            raise ValueError(
-                f"{VARIABLE}={text}: {part!r} is none of record:FILE, audit, "
-                + ", ".join(f"fix:{fix}" for fix in FIXES)
-            )
+            raise ValueError(f"{VARIABLE}={text}: {part!r} is none of {_TAKES}")
     return Wish(record, audit, fix)
+
+
+_TAKES = ", ".join(("record:FILE", "audit", *(f"fix:{fix}" for fix in FIXES)))
 
 
 def activate() -> None:
@@ -67,8 +75,7 @@ def activate() -> None:
         wish = read_wish(text)
         if wish.record:
             _check_place(wish.record)
-        if wish != Wish():
-            _install(wish)
+        _install(wish)
     except ValueError as error:
         logger.error("swaleak does nothing: %s", error)
     except Exception:
@@ -93,54 +100,90 @@ def _install(wish: Wish) -> None:
     from swaleak.allocator.strategy import STRATEGIES
     from swaleak.sglang.adapter import graft
 
+    release = _release(wish)
     fix = wish.fix
-    if fix and (has := _ships()) != "deferred":
-        logger.warning("swaleak: this SGLang already frees by %s; fix:%s is not needed", has, fix)
+    if fix and release and not release.needs_fix:
+        logger.warning(
+            "swaleak: this SGLang already frees by %s; fix:%s is not needed",
+            release.ships["free_swa"],
+            fix,
+        )
         fix = None
+    wish = replace(wish, fix=fix)
+    if wish == Wish():
+        return
     made: type[Any] = graft(base, STRATEGIES[fix]) if fix else base
-    if wish.record or wish.audit:
-        made = watched_by(made, wish, fix)
-        logger.warning("swaleak: %s is watched: %s", base.__name__, replace(wish, fix=fix))
+    made = watched_by(made, wish, fix, release)
+    logger.warning("swaleak: loaded, for every %s that is made: %s", base.__name__, wish)
     if fix:
         logger.warning(
             "swaleak: %s frees by %s from now on, in place of SGLang's own free groups",
             base.__name__,
             STRATEGIES[fix].long_name,
         )
-    if made is not base:
 
-        def __new__(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
-            return object.__new__(made if kind is base else kind)
+    def __new__(kind: type[Any], *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(made if kind is base else kind)
 
-        base.__new__ = __new__
+    base.__new__ = __new__
 
 
-def _ships() -> str:
-    """Return the strategy that this SGLang has of its own, tried on a copy of its class."""
+def _release(wish: Wish) -> Release | None:
+    """Return what the installed SGLang is, its strategies tried on a copy of its class.
+
+    None where that cannot be tried and no fix depends on it.
+    """
     import torch
 
     from swaleak.sglang.adapter import Driver, ships
+    from swaleak.sglang.live import Release
     from swaleak.sglang.loader import load
     from swaleak.sglang.shims import BaseSWAKVPool
     from swaleak.sglang.source import from_installed
 
-    class_ = load(from_installed(), "cpu")
-    return ships(Driver(class_(4, 4, 1, torch.bfloat16, "cpu", BaseSWAKVPool(), False)))
+    def tried(free: str) -> str:
+        allocator = class_(4, 4, 1, torch.bfloat16, "cpu", BaseSWAKVPool(), False)
+        return ships(Driver(allocator), free)
+
+    try:
+        source = from_installed()
+        class_ = load(source, "cpu")
+        return Release(source.version, {free: tried(free) for free in ("free_swa", "free")})
+    except Exception:
+        if wish.fix:
+            raise
+        return None
 
 
-def watched_by(base: type[Any], wish: Wish, fix: str | None) -> type[Any]:
-    """Return ``base`` with the auditor, the recorder or both. ``fix``: what is grafted on it."""
+def watched_by(
+    base: type[Any], wish: Wish, fix: str | None, release: Release | None = None
+) -> type[Any]:
+    """Return ``base`` with what ``wish`` asks for, each instance announced in the log.
+
+    ``fix``: what is grafted on it. ``release``: what it is without, where that is known.
+    """
     from swaleak.sglang.live import Auditor, Gauge, connect
     from swaleak.sglang.record import Recorder
     from swaleak.sglang.watch import Hooks, watched
 
     def add(allocator: Any, hooks: Hooks) -> None:
+        logger.warning(
+            "swaleak: attached to a %s of %d full and %d SWA slots, page size %d: %s",
+            base.__name__,
+            allocator.full_attn_allocator.size,
+            allocator.swa_attn_allocator.size,
+            allocator.page_size,
+            wish,
+        )
+        if not (wish.audit or wish.record):
+            return
         gauge = Gauge(allocator)
-        observers: list[Any] = [Auditor(gauge, fix)] if wish.audit else []
+        observers: list[Any] = [Auditor(gauge, fix, release)] if wish.audit else []
         if wish.record:
             observers.append(Recorder(allocator, gauge, wish.record, fix))
         connect(gauge, hooks, [observer.ended for observer in observers])
         for observer in observers:
             observer.connect(hooks)
 
-    return watched(base, add, None if wish.record else Auditor.CALLS)
+    calls = None if wish.record else Auditor.CALLS if wish.audit else ()
+    return watched(base, add, calls)

@@ -23,8 +23,8 @@ from swaleak.script.trace import (
     TraceWriter,
     line,
 )
-from swaleak.sglang.live import Gauge
-from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS, RESETS, Hooks, slots_of
+from swaleak.sglang.live import Gauge, Look
+from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS, RESETS, Hooks, pair_of, slots_of
 
 FEW = 64  # slots that are looked up one by one
 MANY = 512  # calls outside groups that are kept at most
@@ -162,7 +162,7 @@ class Recorder:
 
     def _alloc(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self._keep(("alloc", result, self.gauge.mapping[result], None))
+            self._keep(("alloc", result.clone(), self.gauge.mapping[result], None))
 
     def _grow(self, name: str) -> Callable[..., None]:
         op, parameters = GROWS[name], PARAMETERS[name]
@@ -178,17 +178,17 @@ class Recorder:
                 rest["tail"] = int(given["swa_tail_len"])
             last = given["last_loc"].clamp(min=0)  # -1, "no slot before": nobody's, as slot 0
             self._keep(("last", last, None, None))
-            self._keep((op, result, self.gauge.mapping[result], rest))
+            self._keep((op, result.clone(), self.gauge.mapping[result], rest))
 
         return after
 
     def _took_full(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self._keep(("alloc_full", result, None, None))
+            self._keep(("alloc_full", result.clone(), None, None))
 
     def _took_swa(self, _args: Any, _kwargs: Any, result: Tensor | None) -> None:
         if result is not None:
-            self._keep(("alloc_swa", None, result, None))
+            self._keep(("alloc_swa", None, result.clone(), None))
 
     def _free(self, name: str) -> Callable[..., None]:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,12 +197,8 @@ class Recorder:
         return before
 
     def _point(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        full, swa = (*args, *kwargs.values())
-        taken = self.kept[-2:]
-        if len(taken) == 2 and taken[0][1] is full and taken[1][2] is swa:
-            self.kept[-2:] = [("alloc_both", full, swa, None)]  # three calls, one line
-        else:
-            self._keep(("point", full.clone(), swa.clone(), None))
+        full, swa = pair_of(args, kwargs)
+        self._keep(("point", full.clone(), swa.clone(), None))
 
     def _free_full_pool(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # a cache that has re-pointed a node clears the newcomer's entries without any call
@@ -216,9 +212,9 @@ class Recorder:
     def _begin(self, _args: Any, _kwargs: Any) -> None:
         self._keep(("begin", None, None, None))
 
-    def ended(self, physical: int, mapped: int) -> None:
-        """A group has ended; these are the SWA pages in use and mapped."""
-        self.kept.append(("end", None, None, {"physical": physical, "mapped": mapped}))
+    def ended(self, look: Look) -> None:
+        """A group has ended."""
+        self.kept.append(("end", None, None, {"physical": look.physical, "mapped": look.mapped}))
         self._write()
 
     def _keep(self, call: Kept) -> None:
@@ -233,6 +229,7 @@ class Recorder:
             kept = _to_host(kept)
         if self.unheard:
             kept, self.unheard = _unexplained(kept), False
+        kept = _paired(kept)
         text: list[str] = []
         waiting: list[Kept] = []
         freed = False
@@ -300,6 +297,23 @@ def _unexplained(kept: list[Kept]) -> list[Kept]:
         for call, (op, _, _, rest) in zip(kept, [*kept[1:], kept[-1]], strict=True)
         if not (call[0] == UNHEARD and op == "free_full_pool" and rest and not rest["peers"].any())
     ]
+
+
+def _paired(kept: list[Kept]) -> list[Kept]:
+    """Make one call of pages taken from each pool and then mapped to each other."""
+    paired: list[Kept] = []
+    for call in kept:
+        if call[0] == "point" and [op for op, *_ in paired[-2:]] == ["alloc_full", "alloc_swa"]:
+            (_, full, _, _), (_, _, swa, _) = paired[-2:]
+            if _same(full, call[1]) and _same(swa, call[2]):
+                paired[-2:] = [("alloc_both", full, swa, None)]
+                continue
+        paired.append(call)
+    return paired
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _to_host(kept: list[Kept]) -> list[Kept]:

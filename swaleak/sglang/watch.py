@@ -137,9 +137,19 @@ def _tap(allocator: Any, name: str) -> None:
 
 
 def slots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the slots a call is about, int64[n]: its first argument."""
-    slots: Tensor = args[0] if args else next(iter(kwargs.values()))
+    """Return the slots a call is about, int32[n] or int64[n]: its first argument."""
+    if args:
+        slots: Tensor = args[0]
+    else:
+        slots = kwargs["free_index" if "free_index" in kwargs else "full_indices"]
     return slots
+
+
+def pair_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the full and the SWA slots, int64[n] each, of ``set_full_to_swa_mapping``."""
+    full: Tensor = args[0] if args else kwargs["full_indices"]
+    swa: Tensor = args[1] if len(args) > 1 else kwargs["swa_indices"]
+    return full, swa
 
 
 def place_of(frame: FrameType) -> tuple[CodeType, int]:
