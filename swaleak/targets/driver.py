@@ -251,18 +251,18 @@ def graft(base: type[Any], strategy: type[Strategy]) -> type[Any]:
     return type(f"{strategy.__name__}{base.__name__}", bases, members)
 
 
-def shipped_strategy(driver: Driver) -> str:
+def shipped_strategy(driver: Driver, free: str = "free_swa") -> str:
     """Return the strategy that a class behaves like, found out by trying it.
 
     ``driver``: on a fresh allocator, page size 1, at least 2 slots per pool. What is asked: when
-    does a grouped ``free_swa`` decide whose SWA slot it frees?
+    does a grouped ``free_swa``, or a grouped ``free``, decide whose SWA slot it frees?
     """
     node, incoming = driver.alloc(1), driver.alloc(1)
     assert node is not None and incoming is not None
     peer, other = driver.translate(node).clone(), driver.translate(incoming).clone()
     available = driver.swa_pool.available_size()
     driver.group_begin()
-    driver.free_swa(node)
+    getattr(driver, free)(node)
     if driver.swa_pool.available_size() > available:
         return "eager"
     if not driver.translate(node).any():
