@@ -28,20 +28,20 @@ class PagePool:
 
     def available_size(self) -> int:
         """Return the number of free slots."""
-        return len(self.free_pages) * self.page_size
+        return self.free_pages.numel() * self.page_size
 
     def alloc(self, need_size: int) -> Tensor | None:
         """Take whole pages. Return int64[need_size], slots page by page; None if too few."""
         pages = self._take(-(-need_size // self.page_size))
         if pages is None:
             return None
-        return (pages[:, None] * self.page_size + self.offsets).reshape(-1)
+        return torch.add(self.offsets, pages.unsqueeze(1), alpha=self.page_size).view(-1)
 
     def extend(
         self, prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, new_pages: int
     ) -> Tensor | None:
         """Grow sequences; see ``extend_slots``. ``new_pages``: how many that takes in all."""
-        if new_pages > len(self.free_pages):
+        if new_pages > self.free_pages.numel():
             return None
         slots = extend_slots(prefix_lens, seq_lens, last_loc, self.free_pages, self.page_size)
         self._take(new_pages)
@@ -60,7 +60,7 @@ class PagePool:
             self.free_pages = torch.cat((pages, self.free_pages))
 
     def _take(self, pages: int) -> Tensor | None:
-        if pages > len(self.free_pages):
+        if pages > self.free_pages.numel():
             return None
         taken, self.free_pages = self.free_pages[:pages], self.free_pages[pages:]
         return taken

@@ -7,6 +7,7 @@ allocator. A barrier that only stood in front of methods would miss those writes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class GuardedMapping(Tensor):
             target.before_write()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+        if not isinstance(result, (Tensor, tuple, list)):
+            return result
         source = next((arg for arg in args if isinstance(arg, GuardedMapping)), None)
         return result if source is None else _guard_views(result, source)
 
@@ -51,14 +54,18 @@ def plain(mapping: Tensor) -> Tensor:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GuardedMapping]:
     """Return the guarded tensors that ``func`` is about to write."""
-    out = kwargs.get("out")
-    targets = list(out) if isinstance(out, (tuple, list)) else [out]
-    if args and _in_place(func):
-        # torch._foreach_*_ writes each tensor of its first list
-        targets += args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
-    return [target for target in targets if isinstance(target, GuardedMapping)]
+    written = [kwargs["out"]] if "out" in kwargs else []
+    if _in_place(func):
+        written.append(args[0] if args else kwargs.get("input", kwargs.get("self")))
+    return [
+        target
+        for several in written  # torch._foreach_*_ writes each tensor of a list
+        for target in (several if isinstance(several, (tuple, list)) else (several,))
+        if isinstance(target, GuardedMapping)
+    ]
 
 
+@cache
 def _in_place(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is not None:  # torch.ops.aten.…

@@ -7,7 +7,7 @@ Only where they do not, the pages that differ are looked at one by one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -258,7 +258,7 @@ def _pages(marks: Tensor) -> set[int]:
     return set((marks[1:].nonzero().view(-1) + 1).tolist())
 
 
-def _complementary(uses: Tensor, free: Tensor, also: Iterable[int] = ()) -> bool:
+def _complementary(uses: Tensor, free: Tensor, also: Collection[int] = ()) -> bool:
     """Whether each page either has uses (int64[pages + 1]) or is free (int64[n]), once.
 
     ``also``: further pages that are in use.
@@ -269,7 +269,9 @@ def _complementary(uses: Tensor, free: Tensor, also: Iterable[int] = ()) -> bool
         if int(low) < 1 or int(high) >= len(uses):
             return False
     spare = uses.eq(0).long()
-    spare[[0, *also]] = 0
+    spare[0] = 0
+    if also:
+        spare[list(also)] = 0
     return torch.equal(torch.bincount(free, minlength=len(uses)), spare)
 
 

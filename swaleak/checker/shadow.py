@@ -4,7 +4,7 @@ A free group is batching only, so outside a group an allocator has to agree with
 by page and owner by owner. The shadow never looks into an allocator: a call tells it which slots
 were handed out, and it works out the rest.
 
-Everything is on the host. A whole page is entered at once, other slots one by one.
+Everything is on the host. Slots are kept as runs: consecutive ones of one page are one entry.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from swaleak.errors import ScriptError
-from swaleak.scenario.calls import Slots
+from swaleak.scenario.calls import Slots, cut
 
 MISSING = -1  # the peer of a slot that should have been handed out with one and was not
 TORN = -1  # the peer of a full page whose slots do not map to one SWA page in order
 SWEEP = 1024  # allocations after which those that cannot be referred to are forgotten
+FEW = 32  # slots that are copied one by one, which is faster than a kernel
+
+Run = tuple[int, int]  # (first slot, count): consecutive, and in one page
 
 
 class Cells:
@@ -33,15 +36,36 @@ class Cells:
         self.tensor = torch.frombuffer(self.cells, dtype=torch.int64)
 
 
-class Span(NamedTuple):
-    """Slots, int64[n], on the host. ``pages``: those that they lie in, in order.
+class Span:
+    """Slots of one pool, as runs. ``[(0, n)]`` stands for n times no slot."""
 
-    ``whole``: the slots are these pages, whole and in order.
-    """
+    __slots__ = ("_pages", "count", "runs", "table")
 
-    slots: Tensor
-    pages: Sequence[int]
-    whole: bool
+    def __init__(
+        self, runs: Sequence[Run], count: int, table: SlotTable, pages: list[int] | None = None
+    ) -> None:
+        self.runs, self.count, self.table, self._pages = runs, count, table, pages
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages that they lie in, each once, in order."""
+        if self._pages is None:
+            size = self.table.page_size
+            self._pages = list(dict.fromkeys([slot // size for slot, _ in self.runs]))
+        return self._pages
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots, int64[n] on the host, in a tensor that nobody else has."""
+        if not self.count:
+            return torch.zeros(0, dtype=torch.int64)
+        if len(self.runs) == self.count:
+            cells = array("q", [slot for slot, _ in self.runs])
+        else:
+            cells, consecutive = array("q"), self.table.consecutive
+            for slot, count in self.runs:
+                cells += consecutive[slot : slot + count] if slot else array("q", (0,) * count)
+        return torch.frombuffer(cells, dtype=torch.int64)
 
 
 class Node(NamedTuple):
@@ -63,13 +87,14 @@ class SlotTable:
         self.pages = pages
         self.page_size = page_size
         self.in_use = in_use
+        self.consecutive = array("q", range((pages + 1) * page_size if page_size > 1 else 0))
         self.taken = array("q", (0,)) * (pages + 1)
         self.spans: dict[int, Span] = {}  # by first number
         self.firsts: list[int] = []  # ascending; some are forgotten
         self.next = 1
         self.limit = SWEEP
 
-    def add(self, first: int, slots: Tensor) -> Span:
+    def add(self, first: int, slots: array[int]) -> Span:
         """Enter what was handed out, numbered from ``first``, before its pages are in use.
 
         Raises ``ScriptError`` for a number that was given before, ``IndexError`` for a slot that
@@ -77,14 +102,15 @@ class SlotTable:
         """
         if first < self.next:
             raise ScriptError(f"slot number {first} was handed out before")
-        span = span_of(slots, self.page_size)
-        for page in span.pages:
+        span = self.span(slots)
+        pages, in_use = span.pages, self.in_use
+        for page in pages:
             if not 0 <= page <= self.pages:
                 raise IndexError(f"handed out page {page} of {self.pages}")
-            if not self.in_use(page):
+            if not in_use(page):
                 self.taken[page] = first
-        self.next = first + len(slots)
-        if len(slots):
+        self.next = first + span.count
+        if span.count:
             if len(self.firsts) >= self.limit:
                 self._sweep()
             self.spans[first] = span
@@ -92,59 +118,81 @@ class SlotTable:
         return span
 
     def find(self, ranges: Slots) -> Span:
-        """Return slots by their numbers, in a tensor that nobody else has.
+        """Return slots by their numbers.
 
         Raises ``ScriptError`` for a number that refers to no slot.
         """
         if len(ranges) == 1:
             first, count = ranges[0]
+            if (whole := self.spans.get(first)) is not None and count == whole.count:
+                self._check(first, whole.pages)
+                return whole
+        runs: list[Run] = []
+        total = 0
+        for first, count in ranges:
             span = self.spans.get(first)
-            if span is not None and count == len(span.slots):
+            if span is not None and count == span.count:
                 self._check(first, span.pages)
-                return Span(span.slots.clone(), span.pages, span.whole)
-        parts = [part for first, count in ranges for part in self._parts(first, count)]
-        if not parts:
-            return span_of(torch.zeros(0, dtype=torch.int64), self.page_size)
-        slots = torch.cat([part.slots for part in parts])
-        if all(part.whole for part in parts):
-            return Span(slots, [page for part in parts for page in part.pages], True)
-        return span_of(slots, self.page_size)
+                runs += span.runs
+            else:
+                self._find(first, count, runs)
+            total += count
+        return Span(runs, total, self)
 
-    def pages_of(self, ranges: Slots) -> tuple[int, ...]:
-        """Return the pages of slots, each once, in order."""
-        parts = (part for first, count in ranges for part in self._parts(first, count))
-        return tuple(dict.fromkeys(page for part in parts for page in part.pages))
+    def span(self, slots: array[int]) -> Span:
+        """Return slots as runs."""
+        size, total = self.page_size, len(slots)
+        if size == 1:
+            return Span([(slot, 1) for slot in slots], total, self, slots.tolist())
+        runs: list[Run] = []
+        at = 0
+        while at < total:
+            slot, count = slots[at], 1
+            if slot and at + 1 < total and slots[at + 1] == slot + 1:
+                found = slots[at : at + size - slot % size]
+                count = len(found)
+                if found != (row := self.row(slot, count)):
+                    count = next(i for i in range(count) if found[i] != row[i])
+            runs.append((slot, count))
+            at += count
+        return Span(runs, total, self)
 
-    def _parts(self, first: int, count: int) -> Iterable[Span]:
-        """Yield the slots of one range, allocation by allocation."""
+    def row(self, slot: int, count: int) -> array[int]:
+        """Return the slots of a run."""
+        if 0 < slot <= len(self.consecutive) - count:
+            return self.consecutive[slot : slot + count]
+        return array("q", range(slot, slot + count) if slot else (0,) * count)
+
+    def _find(self, first: int, count: int, runs: list[Run]) -> None:
+        """Append the slots of one range, allocation by allocation."""
         if first == 0:
             if count > (self.pages + 1) * self.page_size:  # before anything of that size is made
                 raise ScriptError("more slots than the pool has")
-            yield Span(torch.zeros(count, dtype=torch.int64), [0], False)
+            runs.append((0, count))
             return
-        stop = first + count
+        stop, size = first + count, self.page_size
         while first < stop:
-            at = bisect_right(self.firsts, first) - 1
-            start = self.firsts[at] if at >= 0 else 0
+            start = first
+            if first not in self.spans:
+                at = bisect_right(self.firsts, first) - 1
+                start = self.firsts[at] if at >= 0 else 0
             span = self.spans.get(start)
-            if span is None or first - start >= len(span.slots):
+            if span is None or first - start >= span.count:
                 raise ScriptError(f"nobody holds the slot with number {first}")
-            low, high = first - start, min(stop - start, len(span.slots))
-            part = span if high - low == len(span.slots) else self._slice(span, low, high)
-            self._check(start, part.pages)
-            yield part
+            low, high = first - start, min(stop - start, span.count)
+            each, rest = divmod(span.count, len(span.runs))
+            if not rest and each in (1, size) and not low % each and not high % each:
+                part = span.runs[low // each : high // each]  # single slots, or whole pages
+            else:
+                part = cut(span.runs, low, high)
+            self._check(first, [slot // size for slot, _ in part])
+            runs += part
             first = start + high
 
-    def _slice(self, span: Span, low: int, high: int) -> Span:
-        size = self.page_size
-        slots = span.slots[low:high]
-        if span.whole and low % size == high % size == 0:
-            return Span(slots, span.pages[low // size : high // size], True)
-        return span_of(slots, size)
-
     def _check(self, first: int, pages: Iterable[int]) -> None:
+        taken, in_use = self.taken, self.in_use
         for page in pages:
-            if self.taken[page] > first or not self.in_use(page):
+            if taken[page] > first or not in_use(page):
                 raise ScriptError(f"nobody holds the slots numbered from {first} any more")
 
     def _sweep(self) -> None:
@@ -157,20 +205,14 @@ class SlotTable:
         self.limit = max(SWEEP, 2 * len(self.firsts))
 
 
-def span_of(slots: Tensor, page_size: int) -> Span:
-    """Return slots, int64[n] on the host, with the pages that they lie in."""
-    if page_size == 1:
-        return Span(slots, slots.tolist(), True)
-    if len(slots) and len(slots) % page_size == 0:
-        rows = slots.view(-1, page_size)
-        if not int(rows[0, 0]) % page_size:
-            firsts = rows[:, 0].tolist()
-            if torch.equal(rows, rows[:, :1] + torch.arange(page_size)):
-                pages = [first // page_size for first in firsts]
-                if all(first % page_size == 0 for first in firsts):
-                    return Span(slots, pages, True)
-    pages = (slots // page_size).tolist()
-    return Span(slots, list(dict.fromkeys(pages)), False)
+def cells_of(slots: Tensor) -> array[int]:
+    """Return slots, integers [n] on any device."""
+    count = slots.numel()
+    if count <= FEW:
+        return array("q", slots.tolist())
+    cells = array("q", bytes(8 * count))
+    torch.frombuffer(cells, dtype=torch.int64).copy_(slots)
+    return cells
 
 
 class Shadow:
@@ -201,7 +243,6 @@ class Shadow:
         self.full = SlotTable(full_pages, page_size, self._full_in_use)
         self.swa = SlotTable(swa_pages, page_size, self.swa_in_use)
         self._blank = array("q", (0,)) * page_size
-        self._identity = array("q", range((swa_pages + 1) * page_size if page_size > 1 else 0))
 
     # what the calls do
 
@@ -212,51 +253,54 @@ class Shadow:
 
         The last ``tail`` of them have to have a peer.
         """
-        span = self.full.add(first, full.to("cpu", torch.int64))
+        span = self.full.add(first, cells_of(full))
+        owned = self.owned.cells
         for page in span.pages:
-            self.owned.cells[page] = 1
-            self.released.discard(page)
+            owned[page] = 1
+        if self.released:
+            self.released.difference_update(span.pages)
         if swa is None:
             self.clear_mapping(span)
             return
-        peers = self.swa.add(swa_first, swa.to("cpu", torch.int64))
-        if not peers.slots[len(full) - tail :].all():
-            missing = (peers.slots == 0) & (torch.arange(len(full)) >= len(full) - tail)
-            peers = span_of(torch.where(missing, MISSING, peers.slots), self.page_size)
+        cells, head = cells_of(swa), span.count - tail
+        peers = self.swa.add(swa_first, cells)
+        if 0 in cells[head:]:
+            due = array("q", [peer or MISSING for peer in cells[head:]])
+            peers = self.swa.span(cells[:head] + due)
         self.point(span, peers)
 
     def allocate_swa(self, first: int, swa: Tensor) -> None:
         """SWA slots, int64[n], were handed out that nothing maps to yet."""
-        self.unmapped.update(self.swa.add(first, swa.to("cpu", torch.int64)).pages)
+        self.unmapped.update(self.swa.add(first, cells_of(swa)).pages)
 
     def point(self, full: Span, swa: Span) -> None:
         """Full slots map to SWA slots, one each, from now on."""
-        if full.whole and swa.whole:
-            for page, peer in zip(full.pages, swa.pages, strict=True):
-                self._set_page(page, peer)
+        ours, theirs = full.runs, swa.runs
+        if self.page_size == 1 and len(ours) == len(theirs):
+            for (slot, _), (peer, _) in zip(ours, theirs, strict=True):
+                self._set_page(slot, peer)
         else:
-            for slot, peer in zip(full.slots.tolist(), swa.slots.tolist(), strict=True):
-                self._set_slot(slot, peer)
-        self.unmapped.difference_update(swa.pages)
+            for slot, peer, count in _pairs(ours, theirs):
+                self._set_run(slot, peer, count)
+        if self.unmapped:
+            self.unmapped.difference_update(swa.pages)
 
     def clear_mapping(self, full: Span) -> None:
         """These full slots, and no others of their pages, map to nothing any more."""
-        if full.whole:
-            for page in full.pages:
-                self._set_page(page, 0)
-        else:
-            for slot in full.slots.tolist():
-                self._set_slot(slot, 0)
+        for slot, count in full.runs:
+            self._set_run(slot, 0, count)
 
     def free(self, full: Span, *, full_side: bool, swa_side: bool) -> None:
         """The pages of full slots lose their owners, their SWA peers, or both."""
-        for page in full.pages:
-            if swa_side:
+        pages, owned = full.pages, self.owned.cells
+        if swa_side:
+            for page in pages:
                 self._set_page(page, 0)
-            if full_side:
-                self.owned.cells[page] = 0
-                if self.in_group:
-                    self.released.add(page)
+        if full_side:
+            for page in pages:
+                owned[page] = 0
+            if self.in_group:
+                self.released.update(pages)
 
     def free_swa_pool(self, swa: Span) -> None:
         """SWA slots went back into their pool, past the hybrid allocator."""
@@ -267,8 +311,8 @@ class Shadow:
         if buffer not in self.buffers:
             raise ScriptError(f"overwrite {buffer}: it was not passed to any free yet")
         there = self.buffers[buffer]
-        if len(there) != len(source.slots):
-            counts = f"{len(there)} and {len(source.slots)} slots"
+        if len(there) != source.count:
+            counts = f"{len(there)} and {source.count} slots"
             raise ScriptError(f"overwrite: lengths differ, {counts}")
         there.copy_(source.slots)
 
@@ -283,7 +327,7 @@ class Shadow:
 
     def name(self, node: str, numbers: Slots) -> None:
         """Call the owner of these full slots ``node``."""
-        pages = self.full.pages_of(numbers)
+        pages = tuple(self.full.find(numbers).pages)
         self.nodes[node] = Node(numbers, pages, sum(count for _, count in numbers))
         if self.freed:  # what was freed and is handed out again is nobody's to adopt
             taken = set(pages)
@@ -311,13 +355,16 @@ class Shadow:
 
     def peers_of(self, full: Span) -> Span:
         """Return the SWA slots that full slots map to."""
-        return span_of(self.mapping.tensor[full.slots].clamp(min=0), self.page_size)
+        cells = array("q")
+        for slot, count in full.runs:
+            cells += self.mapping.cells[slot : slot + count] if slot else array("q", (0,) * count)
+        if MISSING in cells:
+            cells = array("q", [max(peer, 0) for peer in cells])
+        return self.swa.span(cells)
 
     def maps(self, full: Span) -> bool:
-        """Whether any of these full slots maps to something."""
-        if full.whole:
-            return any(self.peer.cells[page] for page in full.pages)
-        return bool(self.mapping.tensor[full.slots].any())
+        """Whether any page of these full slots maps to something."""
+        return any(self.peer.cells[page] for page in full.pages)
 
     def swa_in_use(self, page: int) -> bool:
         """Whether anything maps to an SWA page, or is about to."""
@@ -330,30 +377,50 @@ class Shadow:
 
     def check_lengths(self, one: Span, other: Span) -> None:
         """Raise ``ScriptError`` unless they have as many slots."""
-        if len(one.slots) != len(other.slots):
-            counts = f"{len(one.slots)} and {len(other.slots)} slots"
+        if one.count != other.count:
+            counts = f"{one.count} and {other.count} slots"
             raise ScriptError(f"point: lengths differ, {counts}")
 
     def _full_in_use(self, page: int) -> bool:
         return bool(self.owned.cells[page] or self.peer.cells[page] or page in self.released)
 
-    # one page, one slot
+    # one page, one run, one slot
 
     def _set_page(self, page: int, peer: int) -> None:
         """A full page maps to an SWA page, whole, or to none."""
-        peers, size = self.peer.cells, self.page_size
+        peers, mapped, size = self.peer.cells, self.mapped.cells, self.page_size
         old = peers[page]
         if old != peer:
             if old:
                 self._forget(page, old)
             if peer > 0:
-                self._count(peer, 1)
+                mapped[peer] = times = mapped[peer] + 1
+                if times == 2:
+                    self.shared += 1
             peers[page] = peer
         elif not peer:
             return
         if size > 1:
-            row = self._identity[peer * size : (peer + 1) * size] if peer else self._blank
+            row = self.swa.consecutive[peer * size : (peer + 1) * size] if peer else self._blank
             self.mapping.cells[page * size : (page + 1) * size] = row
+
+    def _set_run(self, slot: int, peer: int, count: int) -> None:
+        """Consecutive full slots of one page map to consecutive SWA slots, or to none."""
+        size, mapping = self.page_size, self.mapping.cells
+        page, at = divmod(slot, size)
+        if count == size and not at and not peer % size:
+            self._set_page(page, peer // size)
+            return
+        there, old = peer // size, self.peer.cells[page]
+        if slot and peer > 0 and peer % size == at and old in (0, there):
+            if mapping[slot : slot + count] == self._blank[:count]:  # a request grows
+                mapping[slot : slot + count] = self.swa.row(peer, count)
+                if not old:
+                    self.peer.cells[page] = there
+                    self._count(there, 1)
+                return
+        for i in range(count):
+            self._set_slot(slot and slot + i, peer and peer + i)
 
     def _set_slot(self, slot: int, peer: int) -> None:
         """A full slot maps to an SWA slot, or to none."""
@@ -363,15 +430,7 @@ class Shadow:
         if size == 1:
             self._set_page(slot, peer)
             return
-        old = self.peer.cells[page]
-        if not mapping[slot] and peer > 0 and peer % size == slot % size:
-            if old in (0, peer // size):  # a request grows into its last page
-                mapping[slot] = peer
-                if not old:
-                    self.peer.cells[page] = peer // size
-                    self._count(peer // size, 1)
-                return
-        if old:
+        if old := self.peer.cells[page]:
             self._forget(page, old)
         mapping[slot] = peer
         row = mapping[page * size : (page + 1) * size]
@@ -389,7 +448,10 @@ class Shadow:
     def _forget(self, page: int, old: int) -> None:
         """A full page maps to nothing for the moment."""
         if old > 0:
-            self._count(old, -1)
+            mapped = self.mapped.cells
+            mapped[old] = times = mapped[old] - 1
+            if times == 1:
+                self.shared -= 1
         elif page in self.torn:
             self.torn.discard(page)
             size = self.page_size
@@ -402,3 +464,17 @@ class Shadow:
         before = mapped[swa_page]
         mapped[swa_page] = before + by
         self.shared += (before + by > 1) - (before > 1)
+
+
+def _pairs(full: Sequence[Run], swa: Sequence[Run]) -> Iterable[tuple[int, int, int]]:
+    """Yield full slot, SWA slot and count of what is a run on both sides."""
+    peers = iter(swa)
+    peer = left = 0
+    for slot, count in full:
+        while count:
+            if not left:
+                peer, left = next(peers)
+            both = min(count, left)
+            yield slot, peer, both
+            count, left = count - both, left - both
+            slot, peer = slot and slot + both, peer and peer + both

@@ -12,11 +12,17 @@ calls can be made on any allocator, whichever pages it hands out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from msgspec import Meta, Struct
 
+SCHEMA = "swaleak-trace/1"
+MAX_SLOTS = 2**31  # of a pool
+MAX_PAGE_SIZE = 4096
 Number = Annotated[int, Meta(ge=0, lt=2**62)]
+Count = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
+PageSize = Annotated[int, Meta(ge=1, le=MAX_PAGE_SIZE)]
 Slots = tuple[tuple[Number, Number], ...]  # (first number, count)
 
 
@@ -357,6 +363,21 @@ def received(call: Call, driver: Any, slots: Any) -> Any:
     return slots
 
 
+def cut(numbers: Sequence[tuple[int, int]], start: int, stop: int) -> Slots:
+    """Return the ``start``-th to the ``stop``-th of slots that are given as ranges of numbers."""
+    if len(numbers) == 1:
+        first, count = numbers[0]
+        kept = min(stop, count) - start
+        return ((first + start, kept),) if kept > 0 else ()
+    parts = []
+    for first, count in numbers:
+        low, high = max(0, start), min(count, stop)
+        if low < high:
+            parts.append((first + low, high - low))
+        start, stop = start - count, stop - count
+    return tuple(parts)
+
+
 CALLS: tuple[type[Call], ...] = (
     Alloc,
     AllocPages,
@@ -382,15 +403,15 @@ CALLS: tuple[type[Call], ...] = (
 )
 
 
-class Header(Struct, frozen=True, forbid_unknown_fields=True):
+class Header(Struct, frozen=True, tag_field="schema", tag=SCHEMA, forbid_unknown_fields=True):
     """What a trace's calls were made on. Pool sizes are pages, without the padding page.
 
     ``sglang``: its version, if known. ``fix``: the strategy that the plugin had grafted on it.
     """
 
-    page_size: int
-    full_pages: int
-    swa_pages: int
+    page_size: PageSize
+    full_pages: Count
+    swa_pages: Count
     sglang: str | None = None
     rank: int = 0
     fix: str | None = None

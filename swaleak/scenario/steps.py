@@ -14,14 +14,12 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from swaleak.scenario import calls
-from swaleak.scenario.calls import Call, Slots
+from swaleak.scenario.calls import MAX_SLOTS, Call, Count, Slots, cut
 
 if TYPE_CHECKING:
     from swaleak.checker.shadow import Node, Shadow
 
-MAX_SLOTS = 2**31
 Name = Annotated[str, Meta(min_length=1, max_length=80)]
-Count = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
 FromZero = Annotated[int, Meta(ge=0, le=MAX_SLOTS)]
 
 
@@ -455,21 +453,6 @@ CACHE_STEPS: dict[str, type[Any]] = {
     "group": Group,
     "expect": Expect,
 }
-
-
-def cut(numbers: Slots, start: int, stop: int) -> Slots:
-    """Return the ``start``-th to the ``stop``-th of slots that are given as ranges of numbers."""
-    if len(numbers) == 1:
-        first, count = numbers[0]
-        kept = min(stop, count) - start
-        return ((first + start, kept),) if kept > 0 else ()
-    parts = []
-    for first, count in numbers:
-        low, high = max(0, start), min(count, stop)
-        if low < high:
-            parts.append((first + low, high - low))
-        start, stop = start - count, stop - count
-    return tuple(parts)
 
 
 def ends_in_group(script: tuple[Step, ...]) -> bool:

@@ -18,20 +18,18 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from swaleak.errors import ScriptError, UsageError, unknown
+from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS, Count, PageSize
 from swaleak.scenario.contract import CONTRACTS
 from swaleak.scenario.steps import (
     CACHE_STEPS,
-    MAX_SLOTS,
     STEPS,
     CacheStep,
-    Count,
     FreeStep,
     FromZero,
     Step,
 )
 
 SCHEMA = 1
-MAX_PAGE_SIZE = 4096
 MAX_STEPS = 100_000
 STRATEGIES = ("eager", "deferred", "enqueue", "barrier")
 CACHES = ("swa", "unified")
@@ -134,7 +132,6 @@ def check_page_size(size: int) -> None:
 
 
 # the tables of a file, as msgspec checks them; docs/scenarios.md lists their keys
-PageSize = Annotated[int, Meta(ge=1, le=MAX_PAGE_SIZE)]
 PageSizes = Annotated[list[PageSize], Meta(min_length=1)]
 
 

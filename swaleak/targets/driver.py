@@ -45,7 +45,8 @@ class Driver:
         self.page_size: int = allocator.page_size
         self.full_pool: Any = allocator.full_attn_allocator
         self.swa_pool: Any = allocator.swa_attn_allocator
-        self.device = plain(allocator.full_to_swa_index_mapping).device
+        self._guarded: Tensor | None = None
+        self.device = self._mapping().device
         self.request_table = request_table
         self.substituted: dict[str, str] = {}
 
@@ -88,8 +89,10 @@ class Driver:
 
     def alloc_decode(self, seq: Sequence[int], last: Tensor) -> Tensor | None:
         """``alloc_decode``: one token per request."""
-        _, _, seq_lens, seq_lens_cpu, last_loc = self._growth(seq, seq, last)
-        return _handed_out(self.allocator.alloc_decode(seq_lens, seq_lens_cpu, last_loc))
+        after, there = torch.tensor(seq), self.device
+        if 1 in seq:  # a request without a token before
+            last = torch.where(last > 0, last, -1)
+        return _handed_out(self.allocator.alloc_decode(after.to(there), after, last.to(there)))
 
     # free
 
@@ -147,9 +150,8 @@ class Driver:
         return cast(Tensor, self.allocator.translate_loc_from_full_to_swa(there))
 
     def peers(self, full: Tensor) -> Tensor:
-        """Return the mapping's entries, int64[n] on the host, whatever the allocator says."""
-        entries = plain(self.allocator.full_to_swa_index_mapping)[full.to(self.device)]
-        return entries.to("cpu", torch.int64)
+        """Return the mapping's entries, int64[n], of slots that were handed out."""
+        return self._mapping().index_select(0, full)
 
     def point(self, full: Tensor, swa: Tensor) -> None:
         """``set_full_to_swa_mapping``."""
@@ -171,7 +173,7 @@ class Driver:
         """Return mapping and free lists as they are; see ``State``."""
         return State(
             self.page_size,
-            plain(self.allocator.full_to_swa_index_mapping),
+            self._mapping(),
             _free_list(self.full_pool),
             _free_list(self.swa_pool),
             self.full_pool.size // self.page_size,
@@ -183,6 +185,13 @@ class Driver:
         strategy = getattr(self.allocator, "strategy", None)
         parts = (self.allocator, self.full_pool, self.swa_pool)
         return (*parts, strategy) if isinstance(strategy, Strategy) else parts
+
+    def _mapping(self) -> Tensor:
+        """Return the mapping without a guard."""
+        mapping = self.allocator.full_to_swa_index_mapping
+        if mapping is not self._guarded:
+            self._guarded, self._plain = mapping, plain(mapping)
+        return self._plain
 
     def _growth(
         self, prefix: Sequence[int], seq: Sequence[int], last: Tensor
