@@ -26,6 +26,7 @@ from swaleak.cli_app import (
 from swaleak.cli_cases import (
     about,
     is_patched,
+    open_one,
     open_targets,
     start_torch,
     target_output,
@@ -534,7 +535,7 @@ def explore(
             f"explore: {option} means nothing with{'' if at_random else 'out'} --random"
         )
     with target_output(), time_limit(timeout):
-        [target] = open_targets([on], device, patch)[-1:]
+        target = open_one(on, device, patch)
         from swaleak.explorer.search import (
             AtRandom,
             Exhaustive,

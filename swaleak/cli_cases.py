@@ -67,6 +67,14 @@ def open_targets(
     return targets.open_targets(names, targets.choose_device(device), patches)
 
 
+def open_one(name: str, device: str, patches: list[str] | None = None) -> Target:
+    """Return one target, patched if there are patches. Raises as ``open_targets``."""
+    start_torch()
+    from swaleak.targets.open import choose_device, open_target
+
+    return open_target(name, choose_device(device), patches)
+
+
 def strategies_of(target: Target, asked: list[str] | None) -> list[str]:
     """Return short names. Without any asked for: all four, one of which may be the target's own.
 

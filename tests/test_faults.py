@@ -18,16 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from benchmarks.sizes import SIZES, measure
-from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check import case
 from swaleak.check.follow import follow
 from swaleak.check.player import Player
-from swaleak.errors import ScriptError, TargetError
-from swaleak.files import STALE
-from swaleak.report.catalogue import list_report, show_report
 from swaleak.report.files import FORMATS, write, write_text
 from swaleak.script import catalogue as scenarios
 from swaleak.script.trace import TraceReader
@@ -36,6 +30,12 @@ from swaleak.sglang.adapter import Driver
 from swaleak.sglang.release import from_release
 from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS
 from swaleak.target import Builtin
+
+from benchmarks.sizes import SIZES, measure
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.errors import ScriptError, TargetError
+from swaleak.files import STALE
+from swaleak.report.catalogue import list_report, show_report
 from tests.conftest import ROOT, Cli, wheel
 
 KILLS = 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import subprocess
 import sys
@@ -108,10 +109,21 @@ def test_a_violation_that_heals_is_shown_as_such(cli: Cli, tmp_path: Path) -> No
 
 @pytest.mark.wheels
 def test_counts_are_those_of_the_end(cli: Cli, tmp_path: Path) -> None:
+    """#25805: a recycled full page keeps its old mapping; the fix clears it below a tail."""
     mine = file(tmp_path, RECYCLED)
-    answer = cli("repro", mine, "--on", wheel("0.5.13.post1"), "-s", "shipped", "-f", "json")
-    [row] = rows(answer.out)
-    assert (answer.code, row["physical"], row["mapped"]) == (1, 0, 1)
+    source = "sglang/srt/mem_cache/allocator/swa.py"
+    with zipfile.ZipFile(wheel("0.5.13.post1")) as archive:
+        fixed = archive.read(source).decode().splitlines(keepends=True)
+    clears = "self.full_to_swa_index_mapping[alloc_full_indices[:-swa_tail_len]] = 0"
+    without = [line.replace(" = 0", " += 0") if clears in line else line for line in fixed]
+    patch = tmp_path / "without.diff"
+    patch.write_text("".join(difflib.unified_diff(fixed, without, f"a/{source}", f"b/{source}")))
+    answer = cli(
+        *("repro", mine, "--on", wheel("0.5.13.post1"), "-s", "shipped", "-f", "json"),
+        *("--patch", patch),
+    )
+    counts = [(row["origin"], row["physical"], row["mapped"]) for row in rows(answer.out)]
+    assert counts == [("shipped", 1, 1), ("patched", 0, 1)]
 
 
 @pytest.mark.wheels

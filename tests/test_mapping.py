@@ -108,7 +108,7 @@ def direct_write_first(target: Target, page_size: int) -> tuple[int, list[int], 
     Returns how many SWA slots became free, and the mapping of two nodes afterwards.
     """
     driver = target.make("barrier", Sizes(4, 4, page_size))
-    node, other = driver.alloc(1), driver.alloc(1)
+    node, other = driver.alloc_pages(page_size), driver.alloc_pages(page_size)
     assert node is not None and other is not None
     before = driver.swa_pool.available_size()
     driver.group_begin()

@@ -38,7 +38,9 @@ CHURN = Path(__file__).with_name("churn.py")
 KINDS = [(cache, page_size) for cache in ("swa", "unified") for page_size in (1, 4)]
 
 
-def run(*command: str, swaleak: str = "", path: Path | str | None = None) -> subprocess.CompletedProcess:
+def run(
+    *command: str, swaleak: str = "", path: Path | str | None = None
+) -> subprocess.CompletedProcess:
     env = {**os.environ, "SWALEAK": swaleak}
     if path:
         env["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [env.get("PYTHONPATH")])])
@@ -130,7 +132,9 @@ print(target.version, *caches)
 
 
 @pytest.mark.wheels
-@pytest.mark.parametrize(("version", "caches"), [("0.5.18", "swa unified"), ("0.5.20", "swa unified")])
+@pytest.mark.parametrize(
+    ("version", "caches"), [("0.5.18", "swa unified"), ("0.5.20", "swa unified")]
+)
 def test_the_caches_out_of_the_sources_are_those_of_a_full_sglang(version, caches, tmp_path):
     """Step by step: mapping, free lists and owners. It judges what stands in for the rest."""
     with zipfile.ZipFile(wheel(version)) as archive:

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategy import STRATEGIES
 from swaleak.check.case import run_case
 from swaleak.check.follow import follow
 from swaleak.check.player import Player
-from swaleak.errors import ScriptError, UsageError
 from swaleak.script import catalogue as scenarios
 from swaleak.script import ops
 from swaleak.script.read import parse
@@ -29,6 +26,9 @@ from swaleak.sglang.live import Gauge, Release
 from swaleak.sglang.watch import watched
 from swaleak.target import Builtin, Sizes
 from swaleak.target.kinds import kv_pool_for
+
+from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.errors import ScriptError, UsageError
 from tests.conftest import sglang
 from tests.request_table import TableDriver
 

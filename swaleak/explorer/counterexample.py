@@ -59,9 +59,7 @@ def counterexample(
             }
         )
     run = run_script(fresh(), order, keep_steps=True)
-    shape = _shape(order)
-    same = next((s.name for s in catalogue if not s.caches and _shape(s.steps) == shape), None)
-    return Counterexample(order, run, tuple(owners), same)
+    return Counterexample(order, run, tuple(owners), same_order(order, catalogue))
 
 
 def scenario_of(
@@ -106,6 +104,12 @@ def outcome_of(run: Run) -> Outcome:
     """Return what a run came out as, to be declared."""
     kinds = tuple(dict.fromkeys(violation.kind for violation in run.comparison.violations))
     return Outcome(run.verdict, run.comparison.physical, run.comparison.mapped, kinds)
+
+
+def same_order(order: Sequence[Step], catalogue: Iterable[Scenario]) -> str | None:
+    """Return the scenario that is this order, but for bystanders, names and checks, if any."""
+    shape = _shape(order)
+    return next((s.name for s in catalogue if not s.caches and _shape(s.steps) == shape), None)
 
 
 def _shape(script: Sequence[Step]) -> tuple[Step, ...]:

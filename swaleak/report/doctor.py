@@ -33,7 +33,7 @@ def doctor_report() -> Report:
         "scenarios": f"{len(every)} in {catalogue.folder()} "
         f"({len(every) - caches} of an allocator, {caches} of the caches)",
     }
-    kept = sorted(
+    kept = sources.kept_releases()
         path.stem.removeprefix("sglang-") for path in sources.cache_folder().glob("sglang-*.zip")
     )
     facts["cache"] = f"{', '.join(kept) or 'no releases'} in {sources.cache_folder()}"

@@ -201,7 +201,8 @@ class _Reader:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
             where, reason = explain(str(error))
-            raise self.fail(": ".join(filter(None, (place, where))), reason) from None
+            dot = ": " if " " in place else "."  # "step 2" is no key
+            raise self.fail(dot.join(filter(None, (place, where))), reason) from None
 
     def choice(self, place: str, value: str, known: tuple[str, ...]) -> str:
         if value not in known:
@@ -225,7 +226,9 @@ class _Reader:
             if getattr(pools, key) * max(page_sizes) > MAX_SLOTS:
                 raise self.fail(f"pools.{key}", f"over the limit of {MAX_SLOTS} slots per pool")
         for strategy in file.expect:
-            self.choice("expect", strategy, (*STRATEGIES, "every"))
+            if strategy not in (*STRATEGIES, "every"):
+                reason = unknown("key", strategy, (*STRATEGIES, "every"))
+                raise self.fail("expect", reason)
         steps = self.steps(file.steps, CACHE_STEPS if caches else STEPS)
         return Scenario(
             name=name,
@@ -286,6 +289,9 @@ class _Reader:
             raise self.fail(place, unknown("step", key, known))
         if others := [other for other in list(value)[1:] if other in known]:
             raise self.fail(place, f"two steps in one, {key} and {others[0]}; give each its table")
+        for unit in ("pages", "slots"):
+            if issubclass(known[key], FreeStep) and not isinstance(value.get(unit, ""), str):
+                raise self.fail(place, f'{unit} must be a slice such as "0:1" or "-1:"')
         data = value[key] if key == "expect" else value
         step: Step = self.table(place, data, known[key])
         reason = _nonsense(step)
@@ -352,10 +358,11 @@ def explain(message: str) -> tuple[str, str]:
     message, _, path = message.partition(" - at `")
     place = path.removesuffix("`").removeprefix("$").removeprefix(".")
     if missing := re.match(r"Object missing required field `(.+)`", message):
-        return place, f"needs {missing[1]}"
+        return place, f"needs {missing[1]} = {'NAME' if missing[1] == 'from' else '…'}"
+    message = message.replace(" | null`", "`")
     for name, noun in _NOUNS.items():
         message = message.replace(f"`{name}`", noun)
-    message = message.replace(" | nothing", "").replace("`", "")
+    message = message.replace("`", "")
     return place, message[0].lower() + message[1:]
 
 
