@@ -521,7 +521,9 @@ def explore(
 ) -> None:
     """Try every legal order of steps, and show the shortest that fails.
 
-    Without --page-size: at page size 1. Exit code 0: none fails. 1: one does. 130: interrupted; what was tried by then is shown.
+    Without --page-size: at page size 1.
+
+    Exit code 0: none fails. 1: one does. 130: interrupted; what was tried by then is shown.
     """
     check_output(output)
     if save is not None:

@@ -122,7 +122,7 @@ def is_patched(target: Target) -> bool:
 
 
 def choose(names: list[str] | None) -> list[Scenario]:
-    """Return the scenarios of these names, each once, or the default one. Raises ``ScriptError``."""
+    """Return these scenarios, each once, or the default one. Raises ``ScriptError``."""
     return [catalogue.load(name) for name in dict.fromkeys(names or [catalogue.DEFAULT])]
 
 

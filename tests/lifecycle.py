@@ -5,8 +5,9 @@ go to the caches and the allocator. Prompts are prefilled in one or two chunks, 
 what leaves the window is freed by SGLang's own function, requests finish or are aborted, in free
 groups. Plugins are loaded as SGLang's processes do, so SWALEAK decides what is watched.
 
-Names are those of 0.5.18. Run as a script, it prints one JSON object: for each group the SWA pages that were lost in it, seen
-by a look at every slot, and what was left when all requests had ended and all nodes were evicted.
+Names are those of 0.5.18. Run as a script, it prints one JSON object: for each group the SWA pages
+that were lost in it, seen by a look at every slot, and what was left when all requests had ended
+and all nodes were evicted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
 from swaleak.sglang import shims
 from swaleak.sglang.tree import MEM_CACHE, Caches
 

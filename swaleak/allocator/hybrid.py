@@ -47,7 +47,7 @@ class GroupedFrees:
             pages = (len(mapping) - 1) // self.page_size
             self._peers = mapping[: pages * self.page_size].view(pages, self.page_size)
         if type(self.strategy).before_write is not Strategy.before_write:
-            # weak: views of a tensor keep it, and all it holds, out of the garbage collector's sight
+            # weak: views of a tensor keep what it holds out of the garbage collector's sight
             strategy = weakref.ref(self.strategy)
 
             def before_write() -> None:

@@ -311,9 +311,9 @@ class GroupResult:
 
 @dataclass(slots=True)
 class TraceRun:
-    """What came out of a trace so far. ``first_bad``: the first group after which something was wrong.
+    """What came out of a trace so far.
 
-    ``differ``: groups after which the counts were not as recorded. ``raised``: what the allocator
+    ``first_bad``: the first group after which something was wrong. ``differ``: groups after which the counts were not as recorded. ``raised``: what the allocator
     raised, and at which line. ``exhausted``: the line at which a pool ran dry.
     """
 

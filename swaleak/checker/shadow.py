@@ -408,13 +408,13 @@ class Shadow:
             self._set_page(slot, peer)
             return
         old = self.peer.cells[page]
-        if not mapping[slot] and peer > 0 and peer % size == slot % size:
-            if old in (0, peer // size):  # a request grows into its last page
-                mapping[slot] = peer
-                if not old:
-                    self.peer.cells[page] = peer // size
-                    self._count(peer // size, 1)
-                return
+        aligned = not mapping[slot] and peer > 0 and peer % size == slot % size
+        if aligned and old in (0, peer // size):  # a request grows into its last page
+            mapping[slot] = peer
+            if not old:
+                self.peer.cells[page] = peer // size
+                self._count(peer // size, 1)
+            return
         if old:
             self._forget(page, old)
         mapping[slot] = peer

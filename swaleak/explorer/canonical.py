@@ -1,6 +1,4 @@
-"""States up to renaming: two states that differ in the names of nodes and in page numbers only
-have the same key.
-"""
+"""States up to renaming: where only names of nodes and page numbers differ, the key is the same."""
 
 from __future__ import annotations
 

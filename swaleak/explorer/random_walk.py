@@ -85,7 +85,8 @@ class RandomWalk:
             yield coverage
             if not self._passes(run):
                 self.failures = [Failure(script, run, seed, len(script))]  # if interrupted now
-                order = shrink(script, lambda shorter: self._fails(shorter, run.signature))
+                signature = run.signature
+                order = shrink(script, lambda short, way=signature: self._fails(short, way))
                 shrunk = run_script(self.fresh(), order)
                 self.failures = [Failure(order, shrunk, seed, len(script))]
                 return

@@ -25,6 +25,9 @@ class Exhaustive:
     jobs: int = 1
 
 
+WHOLE = Shard()
+
+
 @dataclass(frozen=True, slots=True)
 class AtRandom:
     """Run ``scripts`` scripts of ``steps`` steps, the first from ``seed``."""
@@ -32,7 +35,7 @@ class AtRandom:
     steps: int
     seed: int
     scripts: int
-    shard: Shard = Shard()
+    shard: Shard = WHOLE
 
 
 @dataclass(frozen=True, slots=True)

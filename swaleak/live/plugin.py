@@ -161,6 +161,14 @@ def watched_by(
     from swaleak.live.recorder import Recorder
 
     def add(allocator: Any, hooks: Hooks) -> None:
+        if wish.audit or wish.record:
+            gauge = Gauge(allocator)
+            observers: list[Any] = [Auditor(gauge, fix, release)] if wish.audit else []
+            if wish.record:
+                observers.append(Recorder(allocator, gauge, wish.record, fix))
+            connect(gauge, hooks, [observer.ended for observer in observers])
+            for observer in observers:
+                observer.connect(hooks)
         logger.warning(
             "swaleak: attached to a %s of %d full and %d SWA slots, page size %d: %s",
             base.__name__,
@@ -169,15 +177,6 @@ def watched_by(
             allocator.page_size,
             wish,
         )
-        if not (wish.audit or wish.record):
-            return
-        gauge = Gauge(allocator)
-        observers: list[Any] = [Auditor(gauge, fix, release)] if wish.audit else []
-        if wish.record:
-            observers.append(Recorder(allocator, gauge, wish.record, fix))
-        connect(gauge, hooks, [observer.ended for observer in observers])
-        for observer in observers:
-            observer.connect(hooks)
 
     calls = None if wish.record else Auditor.CALLS if wish.audit else ()
     return watched(base, add, calls)

@@ -34,8 +34,6 @@ def doctor_report() -> Report:
         f"({len(every) - caches} of an allocator, {caches} of the caches)",
     }
     kept = sources.kept_releases()
-        path.stem.removeprefix("sglang-") for path in sources.cache_folder().glob("sglang-*.zip")
-    )
     facts["cache"] = f"{', '.join(kept) or 'no releases'} in {sources.cache_folder()}"
     ok = True
     try:

@@ -146,7 +146,7 @@ class _Writer:
         for call in step.lower(shadow):
             full, swa = shadow.full.next, shadow.swa.next
             yield from self._write(call, step)
-            if not (isinstance(step, steps.Group) or isinstance(step, steps.Overwrite)):
+            if not isinstance(step, steps.Group | steps.Overwrite):
                 call.make(execution.driver, shadow)
             elif isinstance(step, steps.Group):  # the model refuses what other allocators allow
                 shadow.group(opens=step.edge == "begin")

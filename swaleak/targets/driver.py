@@ -51,18 +51,16 @@ class Driver:
 
     To a free of the hybrid allocator they are passed as they are, see ``index``.
 
-    ``request_table``: pass slots as SGLang's scheduler does, as int32 slices of a request table.
     ``substituted`` collects the calls that were made in place of ones that a release lacks.
     """
 
-    def __init__(self, allocator: Any, *, request_table: bool = False) -> None:
+    def __init__(self, allocator: Any) -> None:
         self.allocator = allocator
         self.page_size: int = allocator.page_size
         self.full_pool: Any = allocator.full_attn_allocator
         self.swa_pool: Any = allocator.swa_attn_allocator
         self.device = plain(allocator.full_to_swa_index_mapping).device
         self._on_host = self.device.type == "cpu"
-        self.request_table = request_table
         self.substituted: dict[str, str] = {}
 
     # allocate
@@ -111,11 +109,7 @@ class Driver:
 
     def index(self, slots: Tensor) -> Tensor:
         """Return slots (int64[n] on the host) as a caller passes them to a free."""
-        if not self.request_table:
-            return self._there(slots)
-        table = torch.zeros((2, len(slots) + 2), dtype=torch.int32, device=self.device)
-        table[1, 1:-1] = slots
-        return table[1, 1:-1]
+        return slots if self.device.type == "cpu" else slots.to(self.device)
 
     def free(self, full: Tensor) -> None:
         """``free``."""
