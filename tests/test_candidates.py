@@ -11,7 +11,7 @@ import pytest
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategies import STRATEGIES, Enqueue
-from swaleak.targets.driver import Driver, graft, ships
+from swaleak.targets.driver import Driver, graft, shipped_strategy
 from tests.conftest import USER_CLASS, Cli
 
 HEAD = USER_CLASS.format(strategy="Enqueue")
@@ -124,7 +124,7 @@ def test_a_grafted_strategy_replaces_that_of_a_class_of_the_same_kind() -> None:
         def free_swa(self, free_index: object) -> None:
             raise AssertionError("what it frees by itself")
 
-    shipped = {name: ships(Driver(graft(Mine, s)(4))) for name, s in STRATEGIES.items()}
+    shipped = {name: shipped_strategy(Driver(graft(Mine, s)(4))) for name, s in STRATEGIES.items()}
     assert shipped == {name: name for name in STRATEGIES}
 
 

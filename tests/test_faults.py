@@ -18,24 +18,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check import case
-from swaleak.check.follow import follow
-from swaleak.check.player import Player
-from swaleak.report.files import FORMATS, write, write_text
-from swaleak.script import catalogue as scenarios
-from swaleak.script.trace import TraceReader
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import Driver
-from swaleak.sglang.release import from_release
-from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS
-from swaleak.target import Builtin
 
 from benchmarks.sizes import SIZES, measure
 from swaleak.allocator.hybrid import HybridAllocator
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker import case
+from swaleak.checker.run import Execution, run_trace
 from swaleak.errors import ScriptError, TargetError
-from swaleak.files import STALE
+from swaleak.files import STALE, write_text
+from swaleak.live import plugin
+from swaleak.live.instrument import EVERY_CALL, POOL_CALLS
 from swaleak.report.catalogue import list_report, show_report
+from swaleak.report.render import FORMATS, write
+from swaleak.scenario import catalogue as scenarios
+from swaleak.targets.driver import Driver
+from swaleak.targets.open import Builtin
+from swaleak.targets.sources import from_release
+from swaleak.trace.format import TraceReader
+from swaleak.trace.to_scenario import sizes_of
 from tests.conftest import ROOT, Cli, wheel
 
 KILLS = 50
@@ -217,10 +217,10 @@ def play_recorded(file: Path, rounds: int) -> list[bool]:
     allocator = class_(64, 64, 4, "cpu", STRATEGIES["deferred"])
     gave = []
     for _ in range(rounds):
-        player = Player(Driver(allocator))
+        execution = Execution(Driver(allocator))
         for step in LEAK.steps:
-            player.play(step)
-        gave.append(player.allocator.alloc(1) is not None)
+            execution.step(step)
+        gave.append(execution.driver.alloc_pages(4) is not None)
         allocator.clear()
     return gave
 
@@ -229,11 +229,13 @@ def read_back(path: Path) -> int | None:
     """Groups of a trace that replay to what was recorded; None if it holds no complete line."""
     target = Builtin("cpu")
     try:
-        followed = follow(TraceReader(path), lambda sizes: target.make("deferred", sizes))
+        followed = run_trace(
+            TraceReader(path), lambda header: target.make("deferred", sizes_of(header))
+        )
     except ScriptError as error:
         assert str(error).endswith("holds no complete line, nothing was recorded")
         return None
-    assert (followed.differ, followed.raised, followed.starved) == (0, None, None)
+    assert (followed.differ, followed.raised, followed.exhausted) == (0, None, None)
     return followed.groups
 
 
@@ -352,7 +354,7 @@ def test_a_download_ends_with_who_asked_for_it(number: int, tmp_path: Path) -> N
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text(ENDLESS)
     os.mkfifo(tmp_path / "pipe")
-    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
+    code = "from swaleak.targets.sources import from_release; from_release('0.5.18')"
     environment = {
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
         "PIPE": str(tmp_path / "pipe"),
@@ -376,7 +378,7 @@ def test_downloads_that_are_killed_leave_a_whole_release_or_none(
     cache = tmp_path / "cache"
     monkeypatch.setenv("SWALEAK_CACHE", str(cache))
     kept = cache / "sglang-0.5.18.zip"
-    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
+    code = "from swaleak.targets.sources import from_release; from_release('0.5.18')"
 
     def fetch(limit: float | None) -> None:
         process = subprocess.Popen(
@@ -481,13 +483,13 @@ OVERSIZED: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
         "replay",
         lambda: trace(HEADER | {"full_pages": MANY}),
         2,
-        "line 1: over the limit of ",
+        "line 1: header: full_pages: expected a whole number <= 2147483648",
     ),
     "a trace of page size 0": (
         "replay",
         lambda: trace(HEADER | {"page_size": 0}),
         2,
-        "line 1: sizes in a header",
+        "line 1: header: page_size: expected a whole number >= 1",
     ),
     "a trace with an unknown fix": (
         "replay",
@@ -499,7 +501,7 @@ OVERSIZED: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
         "replay",
         lambda: trace(HEADER | {"fix": [1]}),
         2,
-        "line 1: a header whose sglang, fix or rank is of another kind",
+        "line 1: header: fix: expected a string, got an array",
     ),
     "a free of 10^18 slots": ("replay", lambda: free([1, MANY]), 2, "more slots than the pool has"),
     "a free of 10^18 slots of nobody": (
@@ -562,7 +564,7 @@ def test_a_device_that_is_full_when_the_pools_are_made(
 
 
 def test_a_device_that_is_full_later(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(case, "replay", out_of_memory)
+    monkeypatch.setattr(case, "run_script", out_of_memory)
     answer = cli("repro", "--on", "builtin", "--page-size", "4")
     assert (answer.code, answer.out, answer.err) == (
         2,

@@ -5,15 +5,15 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from swaleak.check.audit import Violation
 
 from swaleak.checker.case import Case, run_case
+from swaleak.checker.compare import Violation
 from swaleak.checker.run import Run
 from swaleak.errors import UsageError, counted, page_list
 from swaleak.report.cases import check_report, repro_report
@@ -147,8 +147,8 @@ def case_of(target: str, verdict: str, declared: str | None, **more: object) -> 
     scenario = scenarios.load("tombstone-recovery")
     strategy = "deferred" if verdict == "leak" else "eager"
     case = run_case(scenario, Builtin("cpu"), strategy, 4)
-    run = Run(verdict, case.run.audit, failed_at=7, **more)
-    outcome = Outcome(declared) if declared else None
+    run = Run(verdict, case.run.comparison, failed_at=7, **more)
+    outcome = Outcome(declared or "clean")
     return Case(scenario, target, strategy, "shipped", 4, run, outcome, None)
 
 
@@ -172,7 +172,7 @@ SUITES = {
     ),
     "check: only misuse may be refused": (
         check_report(
-            ABOUT, [case_of("a", "refused", None), latent(case_of("b", "refused", None))], 0
+            ABOUT, [case_of("a", "refused", None), latent(case_of("b", "refused", None))], {}
         ),
         [("a", "1", "1", "0"), ("b", "1", "0", "0")],
     ),
@@ -180,13 +180,15 @@ SUITES = {
         check_report(
             ABOUT,
             [case_of("a", "leak", "leak"), case_of("b", "error", None, raised="E: \x00 & <b>")],
-            0,
+            {},
         ),
         [("a", "1", "1", "0"), ("b", "1", "1", "0")],
     ),
     "check: what a patch mends fails in the baseline only": (
         check_report(
-            PATCHED, [case_of("a", "leak", "leak"), case_of("a + b.diff", "clean", "clean")], 0
+            PATCHED,
+            [case_of("a", "leak", "leak"), case_of("a + b.diff", "clean", "clean")],
+            {"a + b.diff": "a"},
         ),
         [(BASELINE, "1", "0", "1"), ("a + b.diff", "1", "0", "0")],
     ),
@@ -217,7 +219,7 @@ def test_junit(name):
 
 
 def test_a_failure_in_junit_says_who_lost_what():
-    text = as_junit(check_report(ABOUT, [case_of("a", "leak", None)], 0))
+    text = as_junit(check_report(ABOUT, [case_of("a", "leak", None)], {}))
     (failure,) = ElementTree.fromstring(text.encode()).iter("failure")
     assert (failure.attrib, failure.text.splitlines()[1:]) == (
         {"type": "leak", "message": "leak, 2 physical and 1 mapped SWA pages"},
@@ -228,18 +230,11 @@ def test_a_failure_in_junit_says_who_lost_what():
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HealedRun(Run):
-    """A run in which something was wrong in between."""
-
-    healed: tuple[tuple[int, Violation], ...] = ()
-
-
 def test_what_healed_is_one_line_per_step_beside_what_still_holds():
     case = case_of("a", "leak", "leak")
     stale, lost = Violation("stale", (0, 1), owner="node"), Violation("lost", (0,), owner="x")
     healed = ((2, stale), (2, lost), (4, stale))
-    run = HealedRun("leak", case.run.audit, failed_at=7, healed=healed)
+    run = Run("leak", case.run.comparison, failed_at=7, healed=healed)
     report = repro_report(ABOUT, [replace(case, run=run, origin="builtin")])
     assert report.sections[0].lines == (
         "deferred: from step 7: SWA page 2 leaked; node lost the SWA side of its page 0",
