@@ -12,7 +12,7 @@ from pathlib import Path
 
 from swaleak.errors import UsageError
 
-STALE = 24 * 3600  # seconds after which what a killed run has left is swept up
+STALE_SECONDS = 24 * 3600  # after which what a killed run has left is swept up
 
 
 def check_writable(option: str, path: Path, ending: str = "", what: str = "") -> None:
@@ -70,7 +70,7 @@ def sweep(folder: Path, prefix: str) -> None:
     """Remove files and folders with ``prefix`` that killed runs have left in ``folder``."""
     for abandoned in folder.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):  # another run may have swept it
-            if time.time() - abandoned.stat().st_mtime <= STALE:
+            if time.time() - abandoned.stat().st_mtime <= STALE_SECONDS:
                 continue
             if abandoned.is_dir():
                 shutil.rmtree(abandoned, ignore_errors=True)

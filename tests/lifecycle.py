@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
 from swaleak.sglang import shims
 from swaleak.sglang.tree import MEM_CACHE, Caches
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from swaleak.checker.compare import compare
-from swaleak.checker.shadow import Shadow, span_of
+from swaleak.checker.shadow import Shadow
+from swaleak.checker.slot_table import span_of
 from swaleak.targets.driver import State
 
 

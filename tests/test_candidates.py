@@ -33,12 +33,12 @@ CANDIDATES = {
     "stingy": (
         HEAD + "    def alloc(self, need_size):\n        return None\n",
         1,
-        "step 1 error: Withheld: alloc bystander was given nothing, with 8 full and 8 SWA pages",
+        "step 1 error: WrongAllocation: alloc was given nothing, with 8 full and 8 SWA pages",
     ),
     "scant": (
         HEAD + "    def alloc(self, need_size):\n        return super().alloc(need_size)[:0]\n",
         1,
-        "step 1 error: Withheld: alloc bystander was given 0 slots, not 1",
+        "step 1 error: WrongAllocation: alloc was given 0 slots, not 1",
     ),
     "unwilling": (
         HEAD + "    def alloc(self, need_size):\n        raise ValueError('no')\n",
@@ -77,7 +77,7 @@ POOL = "        pool = self.swa_attn_allocator\n"
 # as above, for `verify`, which also grafts strategies on the class
 OTHERS = {
     "derived": (HEAD, 0, "80 runs, all as declared."),
-    "sealed": (HEAD + SEALED, 125, "eager cannot be grafted on it, it allows no subclass: "),
+    "sealed": (HEAD + SEALED, 125, "eager cannot be grafted, it allows no subclass: "),
     "no_class": ("Mine = 3", 125, "no_class_:Mine: is no class"),
     "raises": (ROOT_OF_ALL + "raise Raised('why')", 125, "raises_:Mine: Raised: why"),
     "made": (ROOT_OF_ALL + HEAD + "        raise Raised", 125, "cannot be made: Raised"),
@@ -144,8 +144,8 @@ RAISES = [
     ("leaves", "SystemExit"),
     ("refuses", "ValueError: no"),
     ("ungrouped", "RuntimeError: no groups"),
-    ("stingy", "Withheld: alloc n1 was given nothing"),
-    ("scant", "Withheld: alloc n1 was given 0 slots"),
+    ("stingy", "WrongAllocation: alloc was given nothing"),
+    ("scant", "WrongAllocation: alloc was given 0 slots"),
     ("unwilling", "ValueError: no"),
 ]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategies import STRATEGIES
-from swaleak.checker import shadow as shadows
+from swaleak.checker import slot_table
 from swaleak.checker.compare import _complementary
 from swaleak.checker.run import Execution, TraceRun, run_script, run_trace
 from swaleak.live import plugin
@@ -48,7 +48,7 @@ def recorded(folder: str, page_size: int, script: tuple[Step, ...]) -> list[Head
 
 
 def followed(trace: list[Header | Line], strategy: str, sweep: int) -> TraceRun:
-    with mock.patch.object(shadows, "SWEEP", sweep):
+    with mock.patch.object(slot_table, "SWEEP", sweep):
         return run_trace(trace, lambda header: BUILTIN.make(strategy, sizes_of(header)))
 
 

@@ -30,7 +30,8 @@ from tests.test_loader import grow
 modules = ModuleLoader(sources.from_wheel(Path(sys.argv[1])), "cpu")
 modules.triton = True
 class_ = modules.allocator_class
-[kernels] = [m for m in modules.modules.values() if getattr(m, "__file__", "").endswith(sources.KERNELS)]
+files = {getattr(m, "__file__", ""): m for m in modules.modules.values()}
+[kernels] = [m for file, m in files.items() if file.endswith(sources.KERNELS)]
 assert "Interpreted" in type(kernels.alloc_extend_kernel).__name__
 for size in (4, 16):
     for seed in range(3):

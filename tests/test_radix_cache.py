@@ -89,7 +89,7 @@ def test_random_steps_conserve_every_page(version: str, cache: str, page_size: i
         strategy: random_run(caches.make(cache, strategy, sizes, WINDOW), seed, 150)
         for seed, strategy in enumerate(strategies)
     }
-    assert found == dict.fromkeys(strategies, [])
+    assert found == {strategy: [] for strategy in strategies}
 
 
 @pytest.mark.wheels

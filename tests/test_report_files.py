@@ -224,8 +224,8 @@ def test_a_failure_in_junit_says_who_lost_what():
     assert (failure.attrib, failure.text.splitlines()[1:]) == (
         {"type": "leak", "message": "leak, 2 physical and 1 mapped SWA pages"},
         [
-            "declared: clean; came out: leak",
             "deferred: from step 7: SWA page 2 leaked; node lost the SWA side of its page 0",
+            "deferred: leak (MISMATCH: declared clean)",
         ],
     )
 

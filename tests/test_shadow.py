@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swaleak.checker import shadow as shadows
+from swaleak.checker import slot_table
 from swaleak.checker.compare import agree, compare, compare_pages, read
 from swaleak.checker.run import Execution
-from swaleak.checker.shadow import MISSING, TORN, Shadow, span_of
+from swaleak.checker.shadow import MISSING, TORN, Shadow
+from swaleak.checker.slot_table import span_of
 from swaleak.errors import ScriptError
 from swaleak.scenario import steps
 from swaleak.targets.driver import Sizes, State
@@ -160,7 +161,7 @@ def test_only_the_last_owner_of_a_page_can_refer_to_it() -> None:
 
 @pytest.mark.parametrize("sweep", [1, 3])
 def test_what_nobody_can_refer_to_is_forgotten(sweep: int) -> None:
-    with mock.patch.object(shadows, "SWEEP", sweep):
+    with mock.patch.object(slot_table, "SWEEP", sweep):
         shadow = Shadow(2, 2, 1)
         shadow.full.limit = sweep
         shadow.allocate(1, torch.tensor([1]))

@@ -133,7 +133,10 @@ def test_it_names_nothing_but_sglang_torch_and_unittest(scenario):
 
 BAD = {
     "no such node": ('{ free = "x" }', "step 1: free: there is no node 'x' at this point"),
-    "no room": ('{ alloc = "x", pages = 9 }', "step 1: alloc x, 9 pages: the pools are too small"),
+    "no room": (
+        '{ alloc = "x", pages = 9 }',
+        "step 1: alloc x, 9 pages: the full pool is too small",
+    ),
     "too long": ('{ alloc = "x" }, ' + "{ expect = { mapped = 1 } }, " * 1000, "1001 steps"),
 }
 

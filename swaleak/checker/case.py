@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 from dataclasses import dataclass
 
@@ -118,25 +120,43 @@ def run_case(
     """
     origin = target.origin(strategy)
     sizes = sizes_for(scenario, page_size, repeat)
-    try:
-        if cache is None:
-            driver = target.make(strategy, sizes)
-            run = run_script(driver, scenario.steps, keep_steps=keep_steps, repeat=repeat)
-        else:
-            tree = target.caches.make(cache, strategy, sizes, scenario.window)
-            run = run_cache_script(tree, scenario.steps, keep_steps=keep_steps)
-    except ScriptError as error:
-        raise ScriptError(f"{scenario.source or scenario.name}: {error}") from None
+    run = _run(scenario, target, strategy, sizes, cache, keep_steps, repeat)
     if (sizes.full_pages + sizes.swa_pages) * page_size > LARGE:
-        gc.collect()  # an allocator and its parts point at each other: free it before the next one
+        _free_memory()
     known = None
-    declared = scenario.declared(strategy)
+    declared = scenario.declared(strategy, target.version)
     if origin in CANDIDATES:
         known = scenario.known_failure(target.version, page_size)
         declared = known.outcome if known else Outcome("clean")
     open_group = steps.ends_in_group(scenario.steps) and not (run.raised or run.exhausted)
     shown = scenario.on(cache) if cache else scenario
     return Case(shown, target.name, strategy, origin, page_size, run, declared, known, open_group)
+
+
+def _free_memory() -> None:
+    """Free what the last case has used before the next one begins."""
+    gc.collect()  # an allocator and its parts point at each other
+    with contextlib.suppress(AttributeError):  # glibc keeps freed blocks of up to 32 MiB
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _run(
+    scenario: Scenario,
+    target: Target,
+    strategy: str,
+    sizes: Sizes,
+    cache: str | None,
+    keep_steps: bool,
+    repeat: int,
+) -> Run:
+    try:
+        if cache is not None:
+            tree = target.caches.make(cache, strategy, sizes, scenario.window)
+            return run_cache_script(tree, scenario.steps, keep_steps=keep_steps)
+        driver = target.make(strategy, sizes)
+        return run_script(driver, scenario.steps, keep_steps=keep_steps, repeat=repeat)
+    except ScriptError as error:
+        raise ScriptError(f"{scenario.source or scenario.name}: {error}") from None
 
 
 def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:

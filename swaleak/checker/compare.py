@@ -82,7 +82,7 @@ class Page:
 class Reading(NamedTuple):
     """An allocator's state on the host.
 
-    ``full_times``, ``swa_times``: int64[pages + 1], how often a page is in its free list.
+    ``full_times``, ``swa_times``: int8[pages + 1], how often a page is in its free list, at most 2.
     ``full_reserved``, ``swa_reserved``: numbers in the free lists that are no page to hand out.
     ``reached``: bool[pages + 1], SWA pages that the mapping reaches.
     """
@@ -125,7 +125,7 @@ def read(state: State) -> Reading:
     full_times, full_reserved = _times(state.full_free, state.full_pages)
     swa_times, swa_reserved = _times(state.swa_free, state.swa_pages)
     pages = mapping[mapping > 0] // state.page_size
-    reached = torch.zeros(state.swa_pages + 1, dtype=torch.bool)
+    reached = torch.zeros(state.swa_pages + 1, dtype=torch.bool, device="cpu")
     reached[pages[pages <= state.swa_pages]] = True
     reached[0] = False
     return Reading(
@@ -249,10 +249,12 @@ def _shared(reading: Reading) -> list[int]:
 
 
 def _times(free: Tensor, pages: int) -> tuple[Tensor, list[int]]:
-    """Return how often each page is in a free list, int64[n], and what must not be in it."""
+    """Return how often each page is in a free list, int8[n], and what must not be in it."""
     free = _on_host(free)
-    good = (free >= 1) & (free <= pages)
-    return torch.bincount(free[good], minlength=pages + 1), torch.unique(free[~good]).tolist()
+    bad = (free < 1) | (free > pages)
+    reserved = free[bad].unique().tolist()
+    times = torch.bincount(free[~bad] if reserved else free, minlength=pages + 1)
+    return times.clamp_(max=2).to(torch.int8), reserved
 
 
 def _pages(marks: Tensor) -> set[int]:
@@ -270,11 +272,13 @@ def _complementary(uses: Tensor, free: Tensor, also: Collection[int] = ()) -> bo
         low, high = free.aminmax()
         if int(low) < 1 or int(high) >= len(uses):
             return False
-    unused = uses.eq(0).long()
-    unused[0] = 0
+    unused = uses == 0
+    unused[0] = False
     if also:
-        unused[list(also)] = 0
-    return torch.equal(torch.bincount(free, minlength=len(uses)), unused)
+        unused[list(also)] = False
+    listed = torch.zeros(len(uses), dtype=torch.bool, device="cpu")
+    listed[free] = True
+    return len(free) == int(unused.sum()) and torch.equal(listed, unused)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

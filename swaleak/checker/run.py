@@ -313,8 +313,9 @@ class GroupResult:
 class TraceRun:
     """What came out of a trace so far.
 
-    ``first_bad``: the first group after which something was wrong. ``differ``: groups after which the counts were not as recorded. ``raised``: what the allocator
-    raised, and at which line. ``exhausted``: the line at which a pool ran dry.
+    ``first_bad``: the first group after which something was wrong. ``differ``: groups after which
+    the counts were not as recorded. ``raised``: what the allocator raised, and at which line.
+    ``exhausted``: the line at which a pool ran dry.
     """
 
     groups: int = 0

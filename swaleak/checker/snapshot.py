@@ -9,7 +9,6 @@ the explorer finds that out by making calls again from the start.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from copy import copy
@@ -19,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from swaleak.allocator.write_guard import plain
-from swaleak.checker.shadow import Cells, Shadow
+from swaleak.checker.shadow import Shadow
+from swaleak.checker.slot_table import Cells
 from swaleak.targets.driver import Driver
 
 Marks = list[tuple[object, int]]
@@ -118,9 +118,7 @@ def _content(live: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list
         if kind in (dict, set, list):
             containers.append((name, value.copy()))
         elif kind is Cells:
-            arrays.append((value.cells, value.cells[:]))
-        elif kind is array:
-            arrays.append((value, value[:]))
+            arrays.append((value.cells, value.copy()))
         elif kind in SCALARS:
             scalars[name] = value
     return live, scalars, arrays, containers

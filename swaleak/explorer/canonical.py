@@ -13,7 +13,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from swaleak.checker.shadow import Node, Shadow, span_of
+from swaleak.checker.shadow import Node, Shadow
+from swaleak.checker.slot_table import span_of
 from swaleak.checker.snapshot import CONTAINERS, SCALARS, Length, entries
 from swaleak.errors import RAISED
 from swaleak.targets.driver import Driver
@@ -46,7 +47,7 @@ class Keys:
         self.size = size
         self.full_pages = frozenset(range(1, state.full_pages + 1))
         self.swa_pages = frozenset(range(1, state.swa_pages + 1))
-        self.whole_rows = torch.arange((state.swa_pages + 1) * size).view(-1, size)
+        self.whole_rows = torch.arange((state.swa_pages + 1) * size, device="cpu").view(-1, size)
         self.whole_rows[0] = 0
         mapping = _storage(state.mapping)
         self.parts = []  # attributes now, at the start, and those of the start that may change
@@ -262,7 +263,7 @@ class _Text:
                 nested = True
             elif isinstance(item, int) and nested:
                 self.numbers.append(-4)
-                self.slots(torch.tensor([item]), kind)
+                self.slots(torch.tensor([item], device="cpu"), kind)
             else:
                 self.numbers.append(item if type(item) is int else _code(repr(item)))
 

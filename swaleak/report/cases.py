@@ -239,7 +239,8 @@ def _test_result(case: Case, passed: bool | None) -> TestResult:
     text = ""
     if passed is False:
         outcome = f"declared: {case.declared.verdict}; came out: {case.verdict}"
-        text = "\n".join([case.scenario.title, outcome, *explain([case])])
+        said = [outcome] if case.as_declared else []  # else it is among what is explained
+        text = "\n".join([case.scenario.title, *said, *explain([case])])
     return TestResult(
         case.target,
         case.scenario.name,

@@ -144,16 +144,15 @@ class _Writer:
         """Make the calls of a step, and yield them as Python."""
         execution, shadow = self.execution, self.shadow
         for call in step.lower(shadow):
-            full, swa = shadow.full.next, shadow.swa.next
+            swa = shadow.swa.next
             yield from self._write(call, step)
             if not isinstance(step, steps.Group | steps.Overwrite):
                 call.make(execution.driver, shadow)
             elif isinstance(step, steps.Group):  # the model refuses what other allocators allow
                 shadow.group(opens=step.edge == "begin")
             for number in range(swa, shadow.swa.next):
-                slots = shadow.swa.find(((number, 1),)).slots if number else None
-                self.swa_numbers[int(slots[0])] = number  # type: ignore[index]
-            del full
+                if slot := shadow.swa.slot(number):  # 0: a full slot without a peer
+                    self.swa_numbers[slot] = number
         step.rename(shadow)
 
     def _write(self, call: Call, step: Step) -> Iterator[str]:

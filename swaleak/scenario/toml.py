@@ -35,12 +35,20 @@ _WORDS = {"==": "", ">=": "from ", ">": "after ", "<": "before ", "<=": "up to "
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run is declared to come out as; what is ``None`` or empty is not declared."""
+    """What a run is declared to come out as; what is ``None`` or empty is not declared.
+
+    ``versions``: the releases whose cache brings it about; None for all.
+    """
 
     verdict: str
     physical: int | None = None
     mapped: int | None = None
     kinds: tuple[str, ...] = ()
+    versions: SpecifierSet | None = None
+
+    def covers(self, version: str | None) -> bool:
+        """Whether it is declared of an allocator below SGLang ``version``."""
+        return not (self.versions and version) or self.versions.contains(version, prereleases=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +112,13 @@ class Scenario:
     caches: tuple[str, ...] = ()
     window: int = 1
 
-    def declared(self, strategy: str) -> Outcome:
-        """Return what this scenario declares for one of our strategies."""
-        return self.expect.get(strategy) or self.expect.get("every") or Outcome("clean")
+    def declared(self, strategy: str, version: str | None = None) -> Outcome:
+        """Return what this scenario declares for one of our strategies on SGLang ``version``."""
+        for key in (strategy, "every"):
+            outcome = self.expect.get(key)
+            if outcome and outcome.covers(version):
+                return outcome
+        return Outcome("clean")
 
     def known_failure(self, version: str | None, page_size: int) -> Known | None:
         """Return what is known to fail here in SGLang ``version`` as shipped."""
@@ -144,6 +156,7 @@ class OutcomeTable(Struct, forbid_unknown_fields=True):
     physical: FromZero | None = None
     mapped: FromZero | None = None
     kinds: list[str] = []
+    versions: str | None = None
 
 
 class KnownTable(OutcomeTable, forbid_unknown_fields=True, kw_only=True):
@@ -254,15 +267,19 @@ class _Reader:
         for kind in table.kinds:
             self.choice(f"{place}.kinds", kind, KINDS)
         verdict = self.choice(f"{place}.verdict", table.verdict, VERDICTS)
-        return Outcome(verdict, table.physical, table.mapped, tuple(table.kinds))
+        versions = None if table.versions is None else self.versions(place, table.versions)
+        return Outcome(verdict, table.physical, table.mapped, tuple(table.kinds), versions)
+
+    def versions(self, place: str, text: str) -> SpecifierSet:
+        try:
+            return SpecifierSet(text)
+        except InvalidSpecifier:
+            raise self.fail(f"{place}.versions", _not_a_range(text)) from None
 
     def known(self, place: str, value: Any) -> Known:
         table = self.table(place, value, KnownTable)
-        outcome = self.outcome(place, table)
-        try:
-            versions = SpecifierSet(table.versions)
-        except InvalidSpecifier:
-            raise self.fail(f"{place}.versions", _not_a_range(table.versions)) from None
+        outcome = replace(self.outcome(place, table), versions=None)
+        versions = self.versions(place, table.versions)
         return Known(versions, outcome, tuple(table.page_sizes or ()), table.fixed, table.fix)
 
     def steps(self, value: Any, known: dict[str, type[Any]]) -> tuple[Step, ...]:
@@ -405,6 +422,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "physical": outcome.physical,
         "mapped": outcome.mapped,
         "kinds": outcome.kinds or None,
+        "versions": None if outcome.versions is None else str(outcome.versions),
     }
     return _present(table)
 

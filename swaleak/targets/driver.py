@@ -199,7 +199,7 @@ class Driver:
     def _growth(
         self, prefix: Sequence[int], seq: Sequence[int], last: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        before, after = torch.tensor(prefix), torch.tensor(seq)
+        before, after = (torch.tensor(lens, device="cpu") for lens in (prefix, seq))
         last = torch.where(last > 0, last, -1)
         there = self.device
         return before.to(there), before, after.to(there), after, last.to(there)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swaleak.checker.shadow import Cells
+from swaleak.checker.slot_table import Cells
 
 FEW = 64  # slots that are looked up one by one
 Ranges = list[list[int]]
@@ -30,7 +30,7 @@ class Numbers:
             for number, slot in enumerate(slots.tolist(), start=first):
                 cells[slot] = number
         else:
-            self.of_slot.tensor[slots] = torch.arange(first, self.next)
+            self.of_slot.tensor[slots] = torch.arange(first, self.next, device="cpu")
         cells[0] = 0  # the padding slot is nobody's: "no peer"
         return first
 
@@ -40,10 +40,10 @@ class Numbers:
         if sum(lengths) <= FEW * len(lengths):
             return [self._one_by_one(slots.tolist()) for slots in several]
         numbers = self.of_slot.tensor[torch.cat(several)]
-        ends = torch.tensor(lengths).cumsum(0)
+        ends = torch.tensor(lengths, device="cpu").cumsum(0)
         step = numbers.diff()
         nobody = numbers == 0
-        fresh = torch.ones(numbers.numel() + 1, dtype=torch.bool)
+        fresh = torch.ones(numbers.numel() + 1, dtype=torch.bool, device="cpu")
         fresh[1:-1] = torch.where(nobody[:-1], step != 0, step != 1)
         fresh[ends] = True
         starts = fresh.nonzero().reshape(-1)
