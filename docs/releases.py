@@ -12,10 +12,9 @@ import os
 from pathlib import Path
 
 from swaleak.checker.case import Case, run_case
-from swaleak.scenario import catalogue as scenarios
-
 from swaleak.files import write_text
 from swaleak.report.cases import cell_of, failures
+from swaleak.scenario import catalogue as scenarios
 from swaleak.targets.open import Target, open_target
 from swaleak.targets.sources import RELEASES
 

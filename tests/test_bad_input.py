@@ -20,7 +20,7 @@ import pytest
 
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategies import STRATEGIES
-from swaleak.checker.run import Execution as Player
+from swaleak.checker.run import Execution
 from swaleak.cli import main
 from swaleak.errors import SwaleakError
 from swaleak.live import plugin
@@ -147,10 +147,12 @@ def trace() -> bytes:
             "hicache-load-back",
             "free-of-a-tombstone",
         ):
-            class_ = plugin.watched_by(HybridAllocator, plugin.Wish(f"{folder}/{name}.jsonl"), None)
-            player = Player(Driver(class_(32, 32, 4, "cpu", STRATEGIES["deferred"])))
+            class_ = plugin.watched_by(
+                HybridAllocator, plugin.Settings(f"{folder}/{name}.jsonl"), None
+            )
+            execution = Execution(Driver(class_(32, 32, 4, "cpu", STRATEGIES["deferred"])))
             for step in scenarios.load(name).steps:
-                player.step(step)
+                execution.step(step)
         return b"".join(path.read_bytes() for path in sorted(Path(folder).iterdir()))
 
 

@@ -214,7 +214,7 @@ def test_a_cache_whose_path_is_too_long(cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 def play_recorded(file: Path, rounds: int) -> list[bool]:
     """Play the leak on a recorded allocator, again and again; whether it then still allocates."""
-    class_ = plugin.watched_by(HybridAllocator, plugin.Wish(record=str(file)), None)
+    class_ = plugin.watched_by(HybridAllocator, plugin.Settings(record=str(file)), None)
     allocator = class_(64, 64, 4, "cpu", STRATEGIES["deferred"])
     gave = []
     for _ in range(rounds):
@@ -613,10 +613,10 @@ def test_production_sizes_give_the_same_verdicts_in_little_memory() -> None:
 # --- hooks on an allocator that misbehaves --------------------------------------------------------
 
 NONSENSE, ERROR = object(), RuntimeError("the allocator's own")
-WISHES = [
-    plugin.Wish(audit=True),
-    plugin.Wish(record="t.jsonl"),
-    plugin.Wish(record="t.jsonl", audit=True),
+SETTINGS = [
+    plugin.Settings(audit=True),
+    plugin.Settings(record="t.jsonl"),
+    plugin.Settings(record="t.jsonl", audit=True),
 ]
 ARGUMENTS: list[tuple[object, ...]] = [
     (),
@@ -636,7 +636,7 @@ def misbehave(self: HybridAllocator, how: str) -> object:
     return torch.tensor([10**12]) if how == "out of range" else NONSENSE
 
 
-def odd(name: str, how: str, wish: plugin.Wish) -> HybridAllocator:
+def odd(name: str, how: str, settings: plugin.Settings) -> HybridAllocator:
     """A watched allocator whose call ``name`` (or that of a pool) does something unheard of."""
     pool, _, call = name.rpartition(".")
 
@@ -655,7 +655,7 @@ def odd(name: str, how: str, wish: plugin.Wish) -> HybridAllocator:
     base = type(
         "Odd", (HybridAllocator,), {"__init__": __init__} | ({} if pool else {call: method})
     )
-    made: HybridAllocator = plugin.watched_by(base, wish, None)()
+    made: HybridAllocator = plugin.watched_by(base, settings, None)()
     return made
 
 
@@ -666,20 +666,20 @@ def outcome_of(call: Callable[..., object], args: tuple[object, ...]) -> object:
         return error
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("how", ["raises", "returns nonsense", "out of range", "breaks"])
 @pytest.mark.parametrize("name", [*EVERY_CALL, *POOL_CALLS])
 def test_hooks_never_raise_into_a_server(
     name: str,
     how: str,
-    wish: plugin.Wish,
+    settings: plugin.Settings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     seen = []
     for args in ARGUMENTS:
-        allocator = odd(name, how, wish)
+        allocator = odd(name, how, settings)
         allocator.free_group_begin() if name != "free_group_begin" else None
         pool, _, call = name.rpartition(".")
         owner = getattr(allocator, f"{pool}_attn_allocator") if pool else allocator
@@ -694,13 +694,13 @@ def test_hooks_never_raise_into_a_server(
         assert seen == [ERROR if how == "raises" else NONSENSE] * len(seen)
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(
     "missing", ["page_size", "full_to_swa_index_mapping", "swa_attn_allocator"]
 )
 def test_an_allocator_of_another_shape_is_left_alone(
     missing: str,
-    wish: plugin.Wish,
+    settings: plugin.Settings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -716,7 +716,7 @@ def test_an_allocator_of_another_shape_is_left_alone(
         def free(self, _slots: object) -> object:
             return NONSENSE
 
-    allocator = plugin.watched_by(Other, wish, None)()
+    allocator = plugin.watched_by(Other, settings, None)()
     told = [record.getMessage() for record in caplog.records]
     assert (allocator.free(None), told) == (
         NONSENSE,

@@ -38,7 +38,9 @@ BUILTIN = Builtin("cpu")
 
 
 def recorded(folder: str, page_size: int, script: tuple[Step, ...]) -> list[Header | Line]:
-    class_ = plugin.watched_by(HybridAllocator, plugin.read_wish(f"record:{folder}/t.jsonl"), None)
+    class_ = plugin.watched_by(
+        HybridAllocator, plugin.read_settings(f"record:{folder}/t.jsonl"), None
+    )
     pages = SIZES[page_size].full_pages * page_size
     execution = Execution(Driver(class_(pages, pages, page_size, "cpu", STRATEGIES["eager"])))
     for step in script:

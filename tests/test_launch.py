@@ -18,11 +18,11 @@ from tests.conftest import ROOT, Cli
 SERVER = """
 import os, signal, sys, time
 from swaleak.trace.format import Header, TraceWriter
-from swaleak.live.plugin import read_wish
+from swaleak.live.plugin import read_settings
 told = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: told.append(number))
-TraceWriter(read_wish(os.environ["SWALEAK"]).record).start(Header(1, 8, 8))
+TraceWriter(read_settings(os.environ["SWALEAK"]).record).start(Header(1, 8, 8))
 print("ready", flush=True)
 while not told:
     signal.pause()

@@ -67,7 +67,7 @@ def test_verify_holds_on_the_installed_release():
     assert (done.returncode, report["ok"], "tree/recovery:unified" in trees) == (0, True, True)
 
 
-WISHES = {"": ("leak", 2, 1), "fix:barrier": ("clean", 2, 2), "fix:enqueue": ("clean", 2, 2)}
+SETTINGS = {"": ("leak", 2, 1), "fix:barrier": ("clean", 2, 2), "fix:enqueue": ("clean", 2, 2)}
 RECOVERY = """
 from swaleak.checker.conservation import run_cache_script
 from swaleak.scenario import catalogue
@@ -83,10 +83,10 @@ for cache in ("swa", "unified"):
 """
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_the_caches_leak_and_the_plugin_repairs_them(wish):
-    done = run("-c", RECOVERY, swaleak=wish, path=ROOT)
-    assert done.stdout == f"{WISHES[wish]}\n" * 4, done.stderr
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_caches_leak_and_the_plugin_repairs_them(settings):
+    done = run("-c", RECOVERY, swaleak=settings, path=ROOT)
+    assert done.stdout == f"{SETTINGS[settings]}\n" * 4, done.stderr
 
 
 SAME = """

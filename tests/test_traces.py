@@ -48,10 +48,10 @@ def alloc(driver: Driver, pages: int = 1) -> Tensor:
 
 
 def watched_driver(
-    wish: str, strategy: str, page_size: int, view=None, release: Release | None = None
+    settings: str, strategy: str, page_size: int, view=None, release: Release | None = None
 ) -> Driver:
     """``view``: how slots are passed, see ``tests/request_table.py``."""
-    asked = plugin.read_wish(wish)
+    asked = plugin.read_settings(settings)
     class_ = plugin.watched_by(HybridAllocator, asked, asked.fix, release)
     slots = PAGES * page_size
     allocator = class_(slots, slots, page_size, "cpu", STRATEGIES[strategy])
@@ -319,7 +319,7 @@ def test_a_double_free_in_the_same_group_hides_no_leak(page_size, caplog, tmp_pa
 @pytest.mark.wheels
 def test_what_0_5_18_frees_twice_at_page_size_1_hides_no_leak(caplog):
     base = sglang("0.5.18")._class
-    class_ = plugin.watched_by(base, plugin.read_wish("audit"), None)
+    class_ = plugin.watched_by(base, plugin.read_settings("audit"), None)
     driver = Driver(class_(4, 4, 1, torch.bfloat16, "cpu", kv_pool_for(base), False))
     node, other = alloc(driver), alloc(driver)
     driver.group_begin()
@@ -443,12 +443,12 @@ def test_what_alloc_handed_out_may_be_overwritten_by_its_caller(strategy, page_s
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "settings",
     ["audit", "record:{}", "fix:barrier", "fix:barrier,audit", "fix:barrier,audit,record:{}"],
 )
 @pytest.mark.parametrize("on", ["builtin", pytest.param("0.5.18", marks=pytest.mark.wheels)])
-def test_an_allocator_that_nobody_has_any_more_is_freed(on, wish, tmp_path):
-    asked = plugin.read_wish(wish.format(tmp_path / "t.jsonl"))
+def test_an_allocator_that_nobody_has_any_more_is_freed(on, settings, tmp_path):
+    asked = plugin.read_settings(settings.format(tmp_path / "t.jsonl"))
     strategy = asked.fix or "deferred"
     alive = []
     for _ in range(10):
@@ -527,26 +527,27 @@ def test_a_release_is_tried_for_both_kinds_of_free(version):
     assert tried == SHIPPED[version]
 
 
-@pytest.mark.parametrize("wish", ["audit", "audit,fix:enqueue", "fix:barrier", "record:{}"])
-def test_an_allocator_that_is_attached_is_one_line(wish, caplog, tmp_path):
-    wish = wish.format(tmp_path / "t.jsonl")
-    watched_driver(wish, "deferred", 4)
+@pytest.mark.parametrize("settings", ["audit", "audit,fix:enqueue", "fix:barrier", "record:{}"])
+def test_an_allocator_that_is_attached_is_one_line(settings, caplog, tmp_path):
+    settings = settings.format(tmp_path / "t.jsonl")
+    watched_driver(settings, "deferred", 4)
     assert [record.getMessage() for record in caplog.records] == [
-        "swaleak: attached to a HybridAllocator of 64 full and 64 SWA slots, page size 4: " + wish
+        "swaleak: attached to a HybridAllocator of 64 full and 64 SWA slots, page size 4: "
+        + settings
     ]
 
 
-WISHES = [
-    ("audit", plugin.Wish(audit=True)),
-    ("record:/a/b.jsonl", plugin.Wish(record="/a/b.jsonl")),
-    ("audit, fix:barrier", plugin.Wish(audit=True, fix="barrier")),
-    ("record:f,audit,fix:enqueue", plugin.Wish("f", True, "enqueue")),
+SETTINGS = [
+    ("audit", plugin.Settings(audit=True)),
+    ("record:/a/b.jsonl", plugin.Settings(record="/a/b.jsonl")),
+    ("audit, fix:barrier", plugin.Settings(audit=True, fix="barrier")),
+    ("record:f,audit,fix:enqueue", plugin.Settings("f", True, "enqueue")),
 ]
 
 
-@pytest.mark.parametrize(("text", "wish"), WISHES)
-def test_a_wish_is_read(text, wish):
-    assert plugin.read_wish(text) == wish
+@pytest.mark.parametrize(("text", "settings"), SETTINGS)
+def test_settings_are_read(text, settings):
+    assert plugin.read_settings(text) == settings
 
 
 LACKING = [
@@ -559,7 +560,7 @@ LACKING = [
 
 
 @pytest.mark.parametrize(("text", "said"), LACKING)
-def test_a_wish_that_lacks_something_says_what(text, said, monkeypatch, caplog):
+def test_settings_that_lack_something_says_what(text, said, monkeypatch, caplog):
     monkeypatch.setenv(plugin.VARIABLE, text)
     plugin.activate()
     (record,) = caplog.records
@@ -573,7 +574,7 @@ TWICE = ["audit,fix:barrier,fix:enqueue", "record:a.jsonl,record:b.jsonl"]
     "text",
     ["fix", "fix:eager", "audit:x", "barrier", *TWICE],
 )
-def test_a_wish_nobody_can_fulfil_is_logged_and_nothing_happens(text, monkeypatch, caplog):
+def test_settings_that_make_no_sense_are_logged_and_nothing_happens(text, monkeypatch, caplog):
     monkeypatch.setenv(plugin.VARIABLE, text)
     plugin.activate()
     (record,) = caplog.records

@@ -252,7 +252,7 @@ def _times(free: Tensor, pages: int) -> tuple[Tensor, list[int]]:
     """Return how often each page is in a free list, int8[n], and what must not be in it."""
     free = _on_host(free)
     bad = (free < 1) | (free > pages)
-    reserved = free[bad].unique().tolist()
+    reserved = torch.unique(free[bad]).tolist()
     times = torch.bincount(free[~bad] if reserved else free, minlength=pages + 1)
     return times.clamp_(max=2).to(torch.int8), reserved
 

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from mmap import ACCESS_COPY, mmap
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Cells:
     """int64[n] or int8[n], 0 at first. ``cells`` (for Python) and ``tensor`` share their memory."""
 
     def __init__(self, count: int, dtype: torch.dtype = torch.int64) -> None:
-        self.code = "q" if dtype == torch.int64 else "b"
+        self.code: Literal["q", "b"] = "q" if dtype == torch.int64 else "b"
         self.cells: array[int] | memoryview[int]
         if count < LARGE:
             self.cells = array(self.code, (0,)) * count

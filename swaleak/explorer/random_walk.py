@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -85,8 +86,7 @@ class RandomWalk:
             yield coverage
             if not self._passes(run):
                 self.failures = [Failure(script, run, seed, len(script))]  # if interrupted now
-                signature = run.signature
-                order = shrink(script, lambda short, way=signature: self._fails(short, way))
+                order = shrink(script, partial(self._fails, signature=run.signature))
                 shrunk = run_script(self.fresh(), order)
                 self.failures = [Failure(order, shrunk, seed, len(script))]
                 return

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swaleak.errors import UsageError
-from swaleak.live.plugin import VARIABLE, Wish
+from swaleak.live.plugin import VARIABLE, Settings
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -27,9 +27,9 @@ def record(command: Sequence[str], path: Path, fix: str | None = None) -> tuple[
     if not path.parent.is_dir():
         raise UsageError(f"-o {path}: there is no folder {path.parent}")
     before = set(_traces(path))
-    wish = Wish(record=str(path), fix=fix)
+    settings = Settings(record=str(path), fix=fix)
     try:
-        status = _run(command, {**os.environ, VARIABLE: str(wish)})
+        status = _run(command, {**os.environ, VARIABLE: str(settings)})
     except OSError as error:
         raise UsageError(f"{command[0]}: {error.strerror or error}") from None
     written = sorted(set(_traces(path)) - before)

@@ -24,7 +24,7 @@ logger = logging.getLogger("swaleak")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Settings:
     """What ``SWALEAK`` asks for. ``record``: a path; ``fix``: one of ``FIXES``."""
 
     record: str | None = None
@@ -38,7 +38,7 @@ class Wish:
         return ",".join(parts)
 
 
-def read_wish(text: str) -> Wish:
+def read_settings(text: str) -> Settings:
     """Return what ``text`` asks for. Raises ``ValueError`` with a sentence."""
     parts = [part for part in map(str.strip, text.split(",")) if part]
     if not parts:
@@ -60,7 +60,7 @@ def read_wish(text: str) -> Wish:
             raise ValueError(f"{VARIABLE}={text}: record needs a file, as in record:run.jsonl")
         else:
             raise ValueError(f"{VARIABLE}={text}: {part!r} is none of {_TAKES}")
-    return Wish(record, audit, fix)
+    return Settings(record, audit, fix)
 
 
 _TAKES = ", ".join(("record:FILE", "audit", *(f"fix:{fix}" for fix in FIXES)))
@@ -72,10 +72,10 @@ def activate() -> None:
     if not text:
         return
     try:
-        wish = read_wish(text)
-        if wish.record:
-            _check_place(wish.record)
-        _install(wish)
+        settings = read_settings(text)
+        if settings.record:
+            _check_place(settings.record)
+        _install(settings)
     except ValueError as error:
         logger.error("swaleak does nothing: %s", error)
     except Exception:
@@ -91,7 +91,7 @@ def _check_place(record: str) -> None:
         raise ValueError(f"{VARIABLE}: record:{record}: the folder {folder} cannot be written to")
 
 
-def _install(wish: Wish) -> None:
+def _install(settings: Settings) -> None:
     """Patch SGLang's class in place. Raises ``ImportError`` where SGLang is not what we know."""
     from sglang.srt.mem_cache.allocator.swa import (  # type: ignore[import-not-found]
         SWATokenToKVPoolAllocator as base,
@@ -100,8 +100,8 @@ def _install(wish: Wish) -> None:
     from swaleak.allocator.strategies import STRATEGIES
     from swaleak.targets.driver import graft
 
-    release = _release(wish)
-    fix = wish.fix
+    release = _release(settings)
+    fix = settings.fix
     if fix and release and not release.needs_fix:
         logger.warning(
             "swaleak: this SGLang already frees by %s; fix:%s is not needed",
@@ -109,12 +109,12 @@ def _install(wish: Wish) -> None:
             fix,
         )
         fix = None
-    wish = replace(wish, fix=fix)
-    if wish == Wish():
+    settings = replace(settings, fix=fix)
+    if settings == Settings():
         return
     made: type[Any] = graft(base, STRATEGIES[fix]) if fix else base
-    made = watched_by(made, wish, fix, release)
-    logger.warning("swaleak: loaded, for every %s that is made: %s", base.__name__, wish)
+    made = watched_by(made, settings, fix, release)
+    logger.warning("swaleak: loaded, for every %s that is made: %s", base.__name__, settings)
     if fix:
         logger.warning(
             "swaleak: %s frees by %s from now on, in place of SGLang's own free groups",
@@ -128,7 +128,7 @@ def _install(wish: Wish) -> None:
     base.__new__ = __new__
 
 
-def _release(wish: Wish) -> Release | None:
+def _release(settings: Settings) -> Release | None:
     """Return what the installed SGLang is, its strategies tried on a copy of its class.
 
     None where that cannot be tried and no fix depends on it.
@@ -144,15 +144,15 @@ def _release(wish: Wish) -> Release | None:
         target = open_target("installed", "cpu")
         return Release(target.version, {free: tried(free) for free in ("free_swa", "free")})
     except Exception:
-        if wish.fix:
+        if settings.fix:
             raise
         return None
 
 
 def watched_by(
-    base: type[Any], wish: Wish, fix: str | None, release: Release | None = None
+    base: type[Any], settings: Settings, fix: str | None, release: Release | None = None
 ) -> type[Any]:
-    """Return ``base`` with what ``wish`` asks for, each instance announced in the log.
+    """Return ``base`` with what ``settings`` asks for, each instance announced in the log.
 
     ``fix``: what is grafted on it. ``release``: what it is without, where that is known.
     """
@@ -161,11 +161,11 @@ def watched_by(
     from swaleak.live.recorder import Recorder
 
     def add(allocator: Any, hooks: Hooks) -> None:
-        if wish.audit or wish.record:
+        if settings.audit or settings.record:
             gauge = Gauge(allocator)
-            observers: list[Any] = [Auditor(gauge, fix, release)] if wish.audit else []
-            if wish.record:
-                observers.append(Recorder(allocator, gauge, wish.record, fix))
+            observers: list[Any] = [Auditor(gauge, fix, release)] if settings.audit else []
+            if settings.record:
+                observers.append(Recorder(allocator, gauge, settings.record, fix))
             connect(gauge, hooks, [observer.ended for observer in observers])
             for observer in observers:
                 observer.connect(hooks)
@@ -175,8 +175,8 @@ def watched_by(
             allocator.full_attn_allocator.size,
             allocator.swa_attn_allocator.size,
             allocator.page_size,
-            wish,
+            settings,
         )
 
-    calls = None if wish.record else Auditor.CALLS if wish.audit else ()
+    calls = None if settings.record else Auditor.CALLS if settings.audit else ()
     return watched(base, add, calls)
