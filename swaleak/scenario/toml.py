@@ -150,12 +150,17 @@ class PoolsTable(Struct, forbid_unknown_fields=True):
 
 
 class OutcomeTable(Struct, forbid_unknown_fields=True):
-    """An outcome in ``[expect]``."""
+    """An outcome."""
 
     verdict: str
     physical: FromZero | None = None
     mapped: FromZero | None = None
     kinds: list[str] = []
+
+
+class ExpectTable(OutcomeTable, forbid_unknown_fields=True, kw_only=True):
+    """An outcome in ``[expect]``."""
+
     versions: str | None = None
 
 
@@ -254,8 +259,7 @@ class _Reader:
             swa_pages=pools.swa_pages,
             page_sizes=page_sizes,
             expect={
-                key: self.outcome(f"expect.{key}", self.table(f"expect.{key}", v, OutcomeTable))
-                for key, v in file.expect.items()
+                key: self.expected(f"expect.{key}", value) for key, value in file.expect.items()
             },
             known=tuple(self.known(f"known[{at}]", value) for at, value in enumerate(file.known)),
             source=self.source,
@@ -267,8 +271,14 @@ class _Reader:
         for kind in table.kinds:
             self.choice(f"{place}.kinds", kind, KINDS)
         verdict = self.choice(f"{place}.verdict", table.verdict, VERDICTS)
-        versions = None if table.versions is None else self.versions(place, table.versions)
-        return Outcome(verdict, table.physical, table.mapped, tuple(table.kinds), versions)
+        return Outcome(verdict, table.physical, table.mapped, tuple(table.kinds))
+
+    def expected(self, place: str, value: Any) -> Outcome:
+        table = self.table(place, value, ExpectTable)
+        outcome = self.outcome(place, table)
+        if table.versions is None:
+            return outcome
+        return replace(outcome, versions=self.versions(place, table.versions))
 
     def versions(self, place: str, text: str) -> SpecifierSet:
         try:
@@ -278,7 +288,7 @@ class _Reader:
 
     def known(self, place: str, value: Any) -> Known:
         table = self.table(place, value, KnownTable)
-        outcome = replace(self.outcome(place, table), versions=None)
+        outcome = self.outcome(place, table)
         versions = self.versions(place, table.versions)
         return Known(versions, outcome, tuple(table.page_sizes or ()), table.fixed, table.fix)
 
