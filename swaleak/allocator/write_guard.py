@@ -33,7 +33,8 @@ class GuardedMapping(Tensor):
             target.before_write()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        source = next((arg for arg in args if isinstance(arg, GuardedMapping)), None)
+        passed = (*args, *kwargs.values())
+        source = next((arg for arg in passed if isinstance(arg, GuardedMapping)), None)
         return result if source is None else _guard_views(result, source)
 
 
@@ -53,9 +54,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[G
     """Return the guarded tensors that ``func`` is about to write."""
     out = kwargs.get("out")
     targets = list(out) if isinstance(out, (tuple, list)) else [out]
-    if args and _in_place(func):
+    if _in_place(func):
+        first = args[0] if args else kwargs.get("input", kwargs.get("self"))
         # torch._foreach_*_ writes each tensor of its first list
-        targets += args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
+        targets += first if isinstance(first, (tuple, list)) else [first]
     return [target for target in targets if isinstance(target, GuardedMapping)]
 
 

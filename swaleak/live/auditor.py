@@ -38,13 +38,11 @@ MANY = 4096  # calls that are kept at most
 class Look(NamedTuple):
     """SWA pages at the end of a group.
 
-    ``physical``: how many are not in the free list. ``mapped``: how many the mapping reaches, or
-    HiCache is about to load into. ``lost``: those in use that nothing reaches, since this group;
-    ``twice``: those that are in the free list twice, since this group.
+    ``physical``: how many are not in the free list. ``lost``: those in use that nothing reaches,
+    since this group; ``twice``: those that are in the free list twice, since this group.
     """
 
     physical: int
-    mapped: int
     lost: list[int]
     twice: list[int]
 
@@ -81,6 +79,7 @@ class Gauge:
         self.later = self._marks()  # taken, and not mapped yet, but for what ``heard`` says
         self.any_later = False
         self.heard: list[tuple[bool, Tensor]] = []  # for later, or not any more; SWA slots
+        self.more = 0  # pages that are not lost, although no first slot reaches them
 
     def peers(self, full: Tensor) -> Tensor:
         """Return a copy of the SWA slots, int64[n], that full slots map to now."""
@@ -112,28 +111,29 @@ class Gauge:
         self.heard = []
 
     def look(self) -> Look:
-        """Compare the pages in use with those that are mapped. Waits for the device once."""
+        """Compare the pages in use with those that are mapped. Waits for the device."""
         waiting = getattr(self.pool, "release_pages", None)
         lists = [self.pool.free_pages, *([] if waiting is None or not len(waiting) else [waiting])]
-        mapped, free = self._marks_of(self.heads), self._marks(*lists)
-        reached = mapped | free
-        marks = (mapped, free[1:], reached != self.reached)
-        counts: list[int] = torch.stack([mark.count_nonzero() for mark in marks]).tolist()
-        is_mapped, is_free, differ = counts
+        reached = self._marks(*lists)
+        free = int(reached[1:].count_nonzero())
+        reached.index_fill_(0, self._pages_of(self.heads), True)
         lost: list[int] = []
-        if differ or self.any_later:
-            lost, more = self._unreached(~reached)
-            is_mapped += more
+        if self.any_later or not torch.equal(reached, self.reached):
+            lost = self._unreached(~reached)
         else:
-            self.heard = []
+            self.heard, self.more = [], 0
         twice: list[int] = []
-        if self.twice or sum(map(len, lists)) > is_free:
+        if self.twice or sum(map(len, lists)) > free:
             before, self.twice = self.twice, _repeated(torch.cat(lists))
             twice = sorted(self.twice - before)
-        return Look(self.pages - is_free, is_mapped - 1, lost, twice)
+        return Look(self.pages - free, lost, twice)
 
-    def _unreached(self, pages: Tensor) -> tuple[list[int], int]:
-        """Return which pages are lost since the last look, and how many of all are not lost.
+    def mapped(self) -> int:
+        """Return how many pages the mapping reached, or HiCache was loading into, at that look."""
+        return int(self._marks(self._pages_of(self.heads)).count_nonzero()) - 1 + self.more
+
+    def _unreached(self, pages: Tensor) -> list[int]:
+        """Return the pages that are lost since the last look.
 
         ``pages``: bool[pages + 1], in use, and no first slot of a full page maps to them.
         """
@@ -143,17 +143,18 @@ class Gauge:
         lost = pages & ~self.later
         old = self.lost & lost
         if self.page_size > 1 and not torch.equal(old, lost):  # another slot may map to them
-            lost &= old | ~self._marks_of(self.mapping[:-1])
+            lost &= old | ~self._marks(self._pages_of(self.mapping[:-1]))
         self.lost, self.reached = lost, ~lost
+        self.more = int((pages & ~lost).count_nonzero())
         new: list[int] = (lost & ~old).nonzero().reshape(-1).tolist()
-        return new, int((pages & ~lost).count_nonzero())
+        return new
 
-    def _marks_of(self, slots: Tensor) -> Tensor:
-        """Return the marks of the pages of SWA slots.
+    def _pages_of(self, slots: Tensor) -> Tensor:
+        """Return the pages of SWA slots.
 
         Page 0 is among them wherever the mapping is looked at: it is the padding page's peer.
         """
-        return self._marks(slots if self.page_size == 1 else slots // self.page_size)
+        return slots if self.page_size == 1 else slots // self.page_size
 
     def _marks(self, *lists: Tensor) -> Tensor:
         """Return bool[pages + 1], true for the pages listed, int64[n] each."""
@@ -218,7 +219,7 @@ class Auditor:
         self.release = release
         self.in_group = False
         self.groups = 0
-        self.calls: deque[Call] = deque(maxlen=MANY)
+        self.calls: deque[tuple[str, Tensor, CodeType, int]] = deque(maxlen=MANY)
 
     def connect(self, hooks: Hooks) -> None:
         """Ask for what happens inside groups; outside, a free is carried out at once."""
@@ -239,7 +240,7 @@ class Auditor:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.in_group:
                 peers = self.gauge.peers(slots_of(args, kwargs))
-                self.calls.append(Call(name, peers, *place_of(sys._getframe(2))))
+                self.calls.append((name, peers, *place_of(sys._getframe(2))))
 
         return before
 
@@ -247,16 +248,14 @@ class Auditor:
         """A group has ended."""
         self.in_group = False
         self.groups += 1
-        logger.debug(
-            "swaleak: group %d: physical %d, mapped %d", self.groups, look.physical, look.mapped
-        )
         if look.lost or look.twice:
             self._report(look)
 
     def _report(self, look: Look) -> None:
         size = self.gauge.page_size
-        counts = f"(physical {look.physical}, mapped {look.mapped})"
-        calls = [(call, {*(call.peers // size).reshape(-1).tolist()}) for call in self.calls]
+        counts = f"(physical {look.physical}, mapped {self.gauge.mapped()})"
+        heard = [Call(*call) for call in self.calls]
+        calls = [(call, {*(call.peers // size).reshape(-1).tolist()}) for call in heard]
         facts = [
             f"SWA page {page} is lost: it is in use and nothing maps to it any more {counts}; "
             + self._cause([call for call, pages in calls if page in pages])

@@ -162,7 +162,8 @@ class Recorder:
 
     def ended(self, look: Look) -> None:
         """A group has ended."""
-        self.kept.append(("end", None, None, {"physical": look.physical, "mapped": look.mapped}))
+        counts = {"physical": look.physical, "mapped": self.gauge.mapped()}
+        self.kept.append(("end", None, None, counts))
         self._write()
 
     def _keep(self, call: Kept) -> None:
