@@ -238,6 +238,7 @@ def test_requests_with_an_int32_table_live_and_end(cache, page_size, setting, tm
     done = run(
         *(str(LIFECYCLE), "--cache", cache, "--page-size", str(page_size)),
         swaleak=setting.format(tmp_path / "t.jsonl"),
+        path=ROOT,
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
