@@ -598,5 +598,5 @@ def test_a_trace_without_a_group_says_that_nothing_was_judged(cli, tmp_path):
     )
     answer = cli("replay", trace, "-s", "barrier", "--on", "builtin")
     said = " ".join(answer.out.split())
-    assert answer.code == 0
+    assert (answer.code, "not judged" in said) == (1, True)
     assert "barrier: no free group ends in this trace, so nothing was judged" in said

@@ -16,7 +16,8 @@ from swaleak.scenario.toml import Known, Outcome, Scenario, check_page_size
 from swaleak.targets.driver import Sizes
 from swaleak.targets.open import Target
 
-LARGE = 2**20  # slots
+LARGE = 2**20  # slots, and bytes of a block of memory
+M_MMAP_THRESHOLD = -3  # see mallopt(3)
 CANDIDATES = ("shipped", "patched")  # origins that are judged as SGLang's, not as our strategies
 
 
@@ -120,9 +121,9 @@ def run_case(
     """
     origin = target.origin(strategy)
     sizes = sizes_for(scenario, page_size, repeat)
-    run = _run(scenario, target, strategy, sizes, cache, keep_steps, repeat)
     if (sizes.full_pages + sizes.swa_pages) * page_size > LARGE:
-        _free_memory()
+        _prepare_large()
+    run = _run(scenario, target, strategy, sizes, cache, keep_steps, repeat)
     known = None
     declared = scenario.declared(strategy, target.version)
     if origin in CANDIDATES:
@@ -133,11 +134,11 @@ def run_case(
     return Case(shown, target.name, strategy, origin, page_size, run, declared, known, open_group)
 
 
-def _free_memory() -> None:
-    """Free what the last case has used before the next one begins."""
-    gc.collect()  # an allocator and its parts point at each other
+def _prepare_large() -> None:
+    """Keep the memory of large pools low."""
+    gc.collect()  # an allocator and its parts point at each other: free those of the last case
     with contextlib.suppress(AttributeError):  # glibc keeps freed blocks of up to 32 MiB
-        ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
 def _run(

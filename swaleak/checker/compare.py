@@ -253,8 +253,18 @@ def _times(free: Tensor, pages: int) -> tuple[Tensor, list[int]]:
     free = _on_host(free)
     bad = (free < 1) | (free > pages)
     reserved = torch.unique(free[bad]).tolist()
-    times = torch.bincount(free[~bad] if reserved else free, minlength=pages + 1)
-    return times.clamp_(max=2).to(torch.int8), reserved
+    free = free[~bad] if reserved else free
+    listed = _listed(free, pages)
+    if len(free) == int(listed.sum()):
+        return listed.to(torch.int8), reserved
+    return torch.bincount(free, minlength=pages + 1).clamp_(max=2).to(torch.int8), reserved
+
+
+def _listed(free: Tensor, pages: int) -> Tensor:
+    """Return which pages are in a free list, bool[pages + 1]."""
+    listed = torch.zeros(pages + 1, dtype=torch.bool, device="cpu")
+    listed[free] = True
+    return listed
 
 
 def _pages(marks: Tensor) -> set[int]:
@@ -276,9 +286,7 @@ def _complementary(uses: Tensor, free: Tensor, also: Collection[int] = ()) -> bo
     unused[0] = False
     if also:
         unused[list(also)] = False
-    listed = torch.zeros(len(uses), dtype=torch.bool, device="cpu")
-    listed[free] = True
-    return len(free) == int(unused.sum()) and torch.equal(listed, unused)
+    return len(free) == int(unused.sum()) and torch.equal(_listed(free, len(uses) - 1), unused)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

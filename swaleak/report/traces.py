@@ -41,7 +41,9 @@ def replay_report(about: About, path: Path, runs: Sequence[Replayed]) -> Report:
     rows = tuple(
         cells(
             *("-" if one[key] is None else one[key] for key in ("strategy", "origin", *counts)),
-            Cell(one["verdict"], STYLES[one["verdict"]]),
+            Cell(one["verdict"], STYLES[one["verdict"]])
+            if one["groups"]
+            else Cell("not judged", "yellow"),
             f"{one['groups_as_recorded']} of {one['groups']}",
         )
         for one in results
@@ -50,7 +52,7 @@ def replay_report(about: About, path: Path, runs: Sequence[Replayed]) -> Report:
     lines = [f"{run.strategy}: {fact}" for run in runs for fact in _facts(run.trace)]
     lines.append("as recorded: groups after which both counts were those of the recorded run.")
     grid = Grid(columns, rows, frozenset({*counts, "as recorded"}))
-    ok = all(one["verdict"] == "clean" for one in results)
+    ok = all(one["verdict"] == "clean" and one["groups"] for one in results)
     return about.report("replay", ok, [Section(path.name, grid, tuple(lines))], results)
 
 
