@@ -25,15 +25,15 @@ from hypothesis.stateful import (
 )
 
 from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
-from swaleak.check.audit import audit
-from swaleak.driven import start_torch
-from swaleak.search.explore import Explorer, Make, room
-from swaleak.search.legal import Rules, legal
-from swaleak.search.queues import queue_kinds
-from swaleak.search.stage import Stage
-from swaleak.search.survey import has_segments
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Sizes, open_target, strategy_of
+from swaleak.checker.compare import compare
+from swaleak.checker.run import Execution
+from swaleak.cli_cases import start_torch
+from swaleak.explorer.breadth_first import BreadthFirst, room
+from swaleak.explorer.canonical import Keys, Make, queue_kinds
+from swaleak.explorer.search import has_segments
+from swaleak.scenario.contract import Rules, legal
+from swaleak.targets.driver import Driver, Sizes
+from swaleak.targets.open import open_target, strategy_of
 
 TURNS = 7
 DEPTH, EXAMPLES = 8, 1000
@@ -58,11 +58,11 @@ class Searched:
 
 
 def explore(make: Make, rules: Rules, depth: int) -> Searched:
-    explorer = Explorer(make, rules, depth, every=True)
+    explorer = BreadthFirst(make, rules, depth, every=True)
     for _ in explorer.run():
         pass
-    covered = explorer.covered()
-    return Searched(covered.states, covered.transitions, covered.seconds, covered.bytes_per_state)
+    seen = explorer.coverage
+    return Searched(seen.states, seen.transitions, seen.seconds, seen.bytes_per_state)
 
 
 def hypothesis_machine(make: Make, rules: Rules, depth: int, examples: int) -> Searched:
@@ -74,19 +74,19 @@ def hypothesis_machine(make: Make, rules: Rules, depth: int, examples: int) -> S
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            self.stage = Stage(make(pages, pages), kinds, latent=rules.latent)
-            self.player = self.stage.player
+            self.execution = Execution(make(pages, pages))
+            self.keys = Keys(self.execution.driver, kinds, latent=rules.latent)
             self.failed = False
 
         @precondition(lambda self: not self.failed)
         @rule(data=st.data())
         def operate(self, data: st.DataObject) -> None:
-            op = data.draw(st.sampled_from(list(legal(self.player.ledger, rules))))
-            self.player.play(op)
-            self.failed = bool(audit(self.player.allocator, self.player.ledger).violations)
+            driver, shadow = self.execution.driver, self.execution.shadow
+            self.execution.step(data.draw(st.sampled_from(list(legal(shadow, rules)))))
+            self.failed = bool(compare(driver.state(), shadow).violations)
             spent["transitions"] += 1
             started = time.perf_counter()
-            seen.add(self.stage.key())
+            seen.add(self.keys.key(shadow))
             spent["telling apart"] += time.perf_counter() - started
 
         @precondition(lambda self: self.failed)
@@ -136,7 +136,7 @@ def measure(
     def row(measured: str, rate: Callable[[Searched], float]) -> Row:
         mine, others = [rate(one) for one in ours], [rate(one) for one in theirs]
         return Row(
-            f"`swaleak explore`: {measured} a second, more is better",
+            f"`swaleak explore`: {measured} per second, more is better",
             f"{statistics.median(mine):,.0f}",
             "Hypothesis's state machine",
             f"{statistics.median(others):,.0f}",
@@ -150,7 +150,7 @@ def measure(
             row("transitions", lambda one: one.transitions_per_second),
         ),
         f"{turns} turns, one core, {target.name}, {name}, page size {page_size}: every legal order "
-        f"of up to {depth} operations, {last.transitions:,} transitions and {last.states:,} states "
+        f"of up to {depth} steps, {last.transitions:,} transitions and {last.states:,} states "
         f"of {last.bytes_per_state:.0f} bytes; Hypothesis {theirs[-1].transitions:,} and "
         f"{theirs[-1].states:,}; {environment()}",
     )

@@ -15,19 +15,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import graft
-from swaleak.sglang.loader import load
-from swaleak.sglang.shims import BaseSWAKVPool
-from swaleak.sglang.source import from_installed
-from swaleak.sglang.tree import Caches
-from tests.churn import BATCH, PAGES, Server
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.live import plugin
+from swaleak.targets.driver import graft
+from swaleak.targets.open import ClassTarget, open_target
+from swaleak.targets.shims import BaseSWAKVPool
+from swaleak.targets.sources import from_installed
+from tests.churn import BATCH, PAGES, Server, imported_caches
 
 FULL, SWA, PAGE = 9_116_160, 911_616, 256  # slots; the pools of the public report
 ROUNDS, REQUESTS = 15, 2000
@@ -36,7 +36,7 @@ PLAIN = "SGLang as shipped"
 
 def arms(base: type[Any], folder: str) -> dict[str, type[Any]]:
     def asked(text: str) -> type[Any]:
-        return plugin.watched_by(base, plugin.read_wish(text), None)
+        return plugin.watched_by(base, plugin.read_settings(text), None)
 
     return {
         PLAIN: base,
@@ -48,10 +48,9 @@ def arms(base: type[Any], folder: str) -> dict[str, type[Any]]:
     }
 
 
-def churn(caches: Caches, class_: type[Any], cache: str, page_size: int, requests: int) -> float:
+def churn(class_: type[Any], cache: str, page_size: int, requests: int) -> float:
     """CPU seconds of a churn on a fresh cache."""
-    caches.allocator = class_
-    server = Server(caches, cache, page_size, PAGES, seed=0)
+    server = Server(imported_caches(lambda _: class_), cache, page_size, PAGES, seed=0)
     started = time.process_time()
     for _ in range(requests // BATCH):
         server.batch()
@@ -87,9 +86,9 @@ def production_group(class_: type[Any]) -> Callable[[], float]:
 
 def kinds_of_churn(rounds: int, requests: int, folder: str) -> tuple[list[Row], list[Row]]:
     """Return the churn of both caches at two page sizes, all four together and each alone."""
-    caches = Caches("cpu")
-    base = caches.allocator
-    classes = arms(base, folder)
+    imported_caches()  # loads SGLang and its plugins
+    shipped = import_module("sglang.srt.mem_cache.allocator.swa").SWATokenToKVPoolAllocator
+    classes = arms(shipped, folder)
     groups = requests // BATCH
     whole = {name: [0.0] * rounds for name in classes}
     each: list[Row] = []
@@ -97,19 +96,20 @@ def kinds_of_churn(rounds: int, requests: int, folder: str) -> tuple[list[Row], 
         for page_size in (1, 4):
 
             def run(name: str, cache: str = cache, page_size: int = page_size) -> float:
-                return churn(caches, classes[name], cache, page_size, requests)
+                return churn(classes[name], cache, page_size, requests)
 
             seen = take_turns(run, list(classes), rounds)
             for name, seconds in seen.items():
                 whole[name] = [a + b for a, b in zip(whole[name], seconds, strict=True)]
             each += rows_of(f"in the {cache} cache, page size {page_size}", seen, groups)
-    caches.allocator = base
     return rows_of("in the churn of the tests", whole, 4 * groups), each
 
 
 def production(rounds: int, folder: str) -> list[Row]:
     """Return what one group costs on pools of production size."""
-    classes = arms(load(from_installed(), "cpu"), folder)
+    target = open_target("installed", "cpu")
+    assert isinstance(target, ClassTarget)
+    classes = arms(target.allocator_class("shipped"), folder)
     groups = {name: production_group(class_) for name, class_ in classes.items()}
     seen = take_turns(lambda name: groups[name](), list(groups), rounds)
     return rows_of("on production pools", seen, 1)

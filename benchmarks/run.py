@@ -24,8 +24,8 @@ from pathlib import Path
 
 from benchmarks import explore, plugin, replay, sizes, startup
 from benchmarks.figures import Figures, Row, environment, ratios, table, take_turns
-from swaleak.driven import start_torch
-from swaleak.report.files import write_text
+from swaleak.cli_cases import start_torch
+from swaleak.files import write_text
 
 PAGE = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- written by python -m benchmarks.run -->\n", "<!-- end of what it wrote -->\n"
@@ -53,7 +53,7 @@ QUICK = Effort(1, 1, 4, 10, 1, 500, 1, 1, 80)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Options:
     """What is to be measured. ``targets``: the first one alone, all of them in the catalogue."""
 
     effort: Effort
@@ -62,27 +62,27 @@ class Wish:
 
 
 def replayed(turns: int, calls: int) -> Figures:
-    """Follow traces of two kinds at three page sizes, beside a player without a ledger."""
+    """Replay traces of two kinds at three page sizes, beside the same without a shadow."""
     start_torch()  # as the command does
     rows = []
     for page_size, decode in product((1, 4, 256), (0, 16)):
 
-        def followed(_: str, page_size: int = page_size, decode: int = decode) -> replay.Measured:
+        def once(_: str, page_size: int = page_size, decode: int = decode) -> replay.Measured:
             return replay.measured(page_size, decode, calls)
 
-        [seen] = take_turns(followed, ["follow"], turns).values()
-        each = 1e6 / seen[0].followed.calls
-        growth = f", {decode} tokens decoded a request" if decode else ""
+        [seen] = take_turns(once, ["replay"], turns).values()
+        each = 1e6 / seen[0].run.calls
+        growth = f", {decode} tokens decoded per request" if decode else ""
         rows.append(
             Row(
-                f"`swaleak replay`: a call, page size {page_size}{growth}",
-                f"{statistics.median(one.follow for one in seen) * each:.1f} us",
-                "a player without ledger and audit",
-                f"{statistics.median(one.player for one in seen) * each:.1f} us",
-                ratios([one.follow for one in seen], [one.player for one in seen]),
+                f"`swaleak replay`: per call, page size {page_size}{growth}",
+                f"{statistics.median(one.replay for one in seen) * each:.1f} us",
+                "the same without shadow and comparison",
+                f"{statistics.median(one.bare for one in seen) * each:.1f} us",
+                ratios([one.replay for one in seen], [one.bare for one in seen]),
             )
         )
-    note = f"{turns} turns of {calls:,} calls, the built-in model, barrier, 512 pages a pool"
+    note = f"{turns} turns of {calls:,} calls, the built-in model, barrier, 512 pages per pool"
     return Figures(tuple(rows), f"{note}, CPU time of one thread; {environment()}")
 
 
@@ -96,31 +96,31 @@ def plugged(python: str, rounds: int, requests: int) -> Figures:
     return Figures.of_data(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _startup(wish: Wish) -> Figures:
-    return startup.measure(wish.targets, wish.effort.startup_runs)
+def _startup(options: Options) -> Figures:
+    return startup.measure(options.targets, options.effort.startup_runs)
 
 
-def _explore(wish: Wish) -> Figures:
-    effort = wish.effort
+def _explore(options: Options) -> Figures:
+    effort = options.effort
     return explore.measure(
-        wish.targets[0], depth=effort.depth, examples=effort.examples, turns=effort.explore_turns
+        options.targets[0], depth=effort.depth, examples=effort.examples, turns=effort.explore_turns
     )
 
 
-def _replay(wish: Wish) -> Figures:
-    return replayed(wish.effort.replay_turns, wish.effort.calls)
+def _replay(options: Options) -> Figures:
+    return replayed(options.effort.replay_turns, options.effort.calls)
 
 
-def _sizes(wish: Wish) -> Figures:
-    return sizes.figures(("builtin", wish.targets[0]), wish.effort.sizes_runs)
+def _sizes(options: Options) -> Figures:
+    return sizes.figures(("builtin", options.targets[0]), options.effort.sizes_runs)
 
 
-def _plugin(wish: Wish) -> Figures:
-    assert wish.sglang_python
-    return plugged(wish.sglang_python, wish.effort.rounds, wish.effort.requests)
+def _plugin(options: Options) -> Figures:
+    assert options.sglang_python
+    return plugged(options.sglang_python, options.effort.rounds, options.effort.requests)
 
 
-PARTS: dict[str, Callable[[Wish], Figures]] = {
+PARTS: dict[str, Callable[[Options], Figures]] = {
     "startup": _startup,
     "explore": _explore,
     "replay": _replay,
@@ -161,14 +161,14 @@ def with_table(page: str, found: dict[str, Figures]) -> str:
     return before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after
 
 
-def measure(parts: Sequence[str], wish: Wish) -> tuple[dict[str, Figures], dict[str, str]]:
+def measure(parts: Sequence[str], options: Options) -> tuple[dict[str, Figures], dict[str, str]]:
     """Return what came out, and why the others failed."""
     found: dict[str, Figures] = {}
     failed: dict[str, str] = {}
     for part in parts:
         print(f"{part} …", file=sys.stderr, flush=True)
         try:
-            found[part] = PARTS[part](wish)
+            found[part] = PARTS[part](options)
         except Exception as error:  # whatever it is, the other parts are still worth their time
             failed[part] = f"{type(error).__name__}: {error}"
     return found, failed
@@ -188,14 +188,14 @@ def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> int:
     if "plugin" in parts and not asked.sglang_python:
         parser.error("plugin needs --sglang-python")
     targets = tuple(asked.on or startup.TARGETS)
-    wish = Wish(QUICK if asked.quick else Effort(), targets, asked.sglang_python)
+    options = Options(QUICK if asked.quick else Effort(), targets, asked.sglang_python)
     writes = asked.write or not asked.quick
     if writes:  # a page that cannot take the table is found out before anything is measured
         try:
             with_table(page.read_text(encoding="utf-8"), {})
         except (OSError, ValueError) as error:
             parser.error(f"{page}: {error}")
-    found, failed = measure(parts, wish)
+    found, failed = measure(parts, options)
     if asked.quick:
         found = {part: replace(one, note=HASTY + one.note) for part, one in found.items()}
     for part, figures in found.items():

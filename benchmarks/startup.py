@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.figures import Figures, Row, environment, markdown, ratios, take_turns
-from swaleak.sglang.release import RELEASES
+from swaleak.targets.sources import RELEASES
 
 LEAKS = "0.5.18"  # the release that the tool is about
 TARGETS = (LEAKS, *(release for release in RELEASES if release != LEAKS))

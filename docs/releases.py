@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from swaleak.check.case import Case, run_case
-from swaleak.report.cases import cell_of
-from swaleak.report.facts import failures
-from swaleak.report.files import write_text
-from swaleak.script import catalogue as scenarios
-from swaleak.sglang.release import RELEASES
-from swaleak.target import Target, open_target
+from swaleak.checker.case import Case, run_case
+from swaleak.files import write_text
+from swaleak.report.cases import cell_of, failures
+from swaleak.scenario import catalogue as scenarios
+from swaleak.targets.open import Target, open_target
+from swaleak.targets.sources import RELEASES
 
 PAGE = Path(__file__).with_name("releases.md")
 

@@ -11,20 +11,29 @@ from typing import Annotated
 
 import typer
 
-from swaleak import __version__, complete, exits
-from swaleak.commands import App, Commands, given
-from swaleak.driven import (
-    about,
-    driving,
+from swaleak import __version__, cli_app
+from swaleak.cli_app import (
+    App,
+    Commands,
+    check_output,
+    finish,
+    given,
     interruptible,
+    is_looked_at,
+    print_report,
+    time_limit,
+)
+from swaleak.cli_cases import (
+    about,
+    is_patched,
     open_one,
     open_targets,
     start_torch,
+    target_output,
     trace_strategies,
 )
-from swaleak.errors import Interrupted, UsageError, unknown
-from swaleak.options import (
-    MOST,
+from swaleak.cli_options import (
+    MAX_REPEATS,
     Contract,
     Device,
     Format,
@@ -37,13 +46,16 @@ from swaleak.options import (
     PageSizes,
     Patches,
     Strategies,
+    Timeout,
     Trace,
     TraceStrategies,
-    named,
+    complete_releases,
+    complete_scenarios,
+    complete_targets,
+    file_path,
 )
-from swaleak.output import check_output, finish, is_looked_at, print_report
-from swaleak.script import catalogue as scenarios
-from swaleak.script import tree as trees
+from swaleak.errors import Interrupted, UsageError, unknown
+from swaleak.scenario import catalogue
 
 app = App(
     name="swaleak",
@@ -52,10 +64,12 @@ app = App(
     no_args_is_help=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 as declared, 1 not, 2 bad input, 125 a target that cannot be loaded, "
-    "130 interrupted. A reader that leaves early, as `head` does, changes none of them.",
+    epilog="Exit codes: 0 as declared, 1 not, 2 bad input, 124 a run that passed --timeout, 125 a "
+    "target that cannot be loaded, 130 interrupted. A reader that leaves early, as `head` does, "
+    "changes none of them.",
 )
-FOR_RANDOM = ("steps", "seed", "scripts")  # of explore
+FOR_RANDOM = ("steps", "seed", "scripts", "shard")  # options of explore
+FOR_EXHAUSTIVE = ("depth", "every", "jobs")
 
 
 def _version(wanted: bool) -> None:
@@ -85,8 +99,12 @@ def repro(
     page_size: PageSizes = None,
     steps: Annotated[bool, typer.Option("--steps", help="Show every step.")] = False,
     repeat: Annotated[
-        int, typer.Option("--repeat", min=1, max=MOST, metavar="N", help="Rounds on one allocator.")
+        int,
+        typer.Option(
+            "--repeat", min=1, max=MAX_REPEATS, metavar="N", help="Rounds on one allocator."
+        ),
     ] = 1,
+    timeout: Timeout = None,
     format: Formats = Format.table,
     output: OutputOfRuns = None,
 ) -> None:
@@ -95,21 +113,23 @@ def repro(
     Exit code 0: it came out as the scenario declares. 1: it did not.
     """
     check_output(output, runs=True)
-    from swaleak import runs
+    from swaleak import cli_cases
 
-    chosen = runs.choose(names)
-    if chosen.trees and (repeat > 1 or patch):
-        raise UsageError("--repeat and --patch are for an allocator's scenarios, not for a cache's")
+    chosen = cli_cases.choose(names)
     looked_at = steps or is_looked_at(format, output)
     asked = strategy or (["shipped"] if patch else None)
-    with driving():
-        targets = open_targets(on, device, patch)
+    with target_output(), time_limit(timeout):
+        targets = open_targets([on], device, patch)
         from swaleak.report.cases import repro_report
 
-        cases = runs.chosen_cases(chosen, targets, asked, page_size, steps=steps, repeat=repeat)
-        strips = runs.timelines_of(cases, targets, repeat, every_step=steps) if looked_at else None
-        report = repro_report(about(targets), cases, strips)
-    finish(report, format, output)
+        batch = cli_cases.chosen_cases(
+            chosen, targets, asked, page_size, keep_steps=steps, repeat=repeat
+        )
+        maps = None
+        if looked_at:
+            maps = cli_cases.page_maps(batch.cases, targets, repeat, every_step=steps)
+        report = repro_report(about(targets), batch.cases, maps)
+    finish(report.with_notes(batch.notes), format, output)
 
 
 @app.command()
@@ -117,6 +137,7 @@ def verify(
     on: On = "auto",
     device: Device = "auto",
     page_size: PageSizes = None,
+    timeout: Timeout = None,
     format: Formats = Format.table,
     output: OutputOfRuns = None,
 ) -> None:
@@ -125,13 +146,13 @@ def verify(
     Exit code 0: all came out as declared. 1: something did not.
     """
     check_output(output, runs=True)
-    with driving():
-        targets = open_targets(on, device)
-        from swaleak import runs
+    with target_output(), time_limit(timeout):
+        targets = open_targets([on], device)
+        from swaleak import cli_cases
         from swaleak.report.cases import verify_report
 
-        batch = runs.catalogue_cases(targets, None, page_size)
-        report = verify_report(about(targets), batch.cases).with_lines(batch.notes)
+        batch = cli_cases.catalogue_cases(targets, None, page_size)
+        report = verify_report(about(targets), batch.cases).with_notes(batch.notes)
     finish(report, format, output)
 
 
@@ -142,41 +163,75 @@ def check(
         typer.Argument(
             metavar="TARGET...",
             help="What --on takes; as many as you like.",
-            autocompletion=complete.targets,
+            autocompletion=complete_targets,
         ),
     ],
     patch: Patches = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Judge by the latent scenarios as well.")
     ] = False,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            metavar="TARGET",
+            help="Judge the latent scenarios by what is new since this target. Default: with "
+            "--patch, the sources without it.",
+            autocompletion=complete_targets,
+        ),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--scenario",
+            metavar="SCENARIO",
+            help="Judge by this one, a name or a TOML file, not by the catalogue; repeatable.",
+            autocompletion=complete_scenarios,
+        ),
+    ] = None,
     device: Device = "auto",
     page_size: PageSizes = None,
+    timeout: Timeout = None,
     format: Formats = Format.table,
     output: OutputOfRuns = None,
 ) -> None:
     """Judge candidates: with SGLang's code as it is, every scenario must be clean.
 
-    A latent scenario may be refused as well: it is misuse.
+    A latent scenario may be refused as well: it is misuse. With a baseline, what fails there in
+    the same way is unchanged, and only what is new counts.
 
-    With --patch the patched sources are judged; as shipped is there to compare with.
-    Exit code 0: all are. 1: one is not. 125: a target cannot be loaded, so that
+    With --patch only the patched sources are judged; as shipped is shown for comparison.
+    Exit code 0: all are clean. 1: one is not. 125: a target cannot be loaded, so that
     `git bisect run swaleak check .` skips that commit.
     """
     check_output(output, runs=True)
-    with driving():
-        opened = [t for name in dict.fromkeys(targets) for t in open_targets(name, device, patch)]
-        for target in opened:
+    from swaleak import cli_cases
+
+    chosen = cli_cases.choose(scenario) if scenario else None
+    with target_output(), time_limit(timeout):
+        opened = open_targets(targets, device, patch)
+        before = open_targets([baseline], device) if baseline else []
+        for target in (*opened, *before):
             if "shipped" not in target.strategies():
                 raise UsageError(
                     "check: the built-in model is no candidate, it ships nothing; name a release, "
                     "a wheel, a checkout or module:Class (`swaleak verify` tries the model)"
                 )
-        from swaleak import runs
         from swaleak.report.cases import check_report
 
-        batch = runs.catalogue_cases(opened, ["shipped"], page_size, latent=strict)
-        report = check_report(about(opened), batch.cases, batch.left_out)
-    finish(report.with_lines(batch.notes), format, output)
+        every = [*before, *opened]
+        if chosen:
+            batch = cli_cases.chosen_cases(chosen, every, ["shipped"], page_size)
+        else:
+            batch = cli_cases.catalogue_cases(every, ["shipped"], page_size, latent=strict)
+        baselines: dict[str, str] = {}
+        if before:
+            judged = [target for target in opened if not patch or is_patched(target)]
+            baselines = {target.name: before[0].name for target in judged}
+        elif patch:
+            baselines = {b.name: a.name for a, b in zip(opened[::2], opened[1::2], strict=True)}
+        report = check_report(about(opened), batch.cases, baselines)
+    finish(report.with_notes(batch.notes), format, output)
 
 
 @app.command("list")
@@ -185,8 +240,7 @@ def list_(format: Formats = Format.table, output: Output = None) -> None:
     check_output(output)
     from swaleak.report.catalogue import list_report
 
-    shown = [*scenarios.catalogue(), *(tree.shown for tree in trees.catalogue())]
-    finish(list_report(shown), format, output)
+    finish(list_report(catalogue.catalogue()), format, output)
 
 
 @app.command()
@@ -199,15 +253,14 @@ def show(
     check_output(output)
     from swaleak.report.catalogue import show_report
 
-    scenario = trees.load(name).shown if trees.is_tree(name) else scenarios.load(name)
-    finish(show_report(scenario), format, output)
+    finish(show_report(catalogue.load(name)), format, output)
 
 
 @app.command()
 def doctor(format: Formats = Format.table, output: Output = None) -> None:
     """Say what this machine has: torch, devices, an installed SGLang and what it ships."""
     check_output(output)
-    with driving():
+    with target_output():
         start_torch()
         from swaleak.report.doctor import doctor_report
 
@@ -241,10 +294,10 @@ def bench(
         list[int] | None, typer.Option(min=1, metavar="N", help="Pages per call; repeatable.")
     ] = None,
     warmup: Annotated[
-        int, typer.Option(min=0, max=MOST, metavar="N", help="Rounds that do not count.")
+        int, typer.Option(min=0, max=MAX_REPEATS, metavar="N", help="Rounds that do not count.")
     ] = 50,
     samples: Annotated[
-        int, typer.Option(min=20, max=MOST, metavar="N", help="Rounds that do, per case.")
+        int, typer.Option(min=20, max=MAX_REPEATS, metavar="N", help="Rounds that do, per case.")
     ] = 500,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the order and the intervals.")] = 0,
     whole: Annotated[bool, typer.Option("--whole", help="With the physical release.")] = False,
@@ -268,20 +321,20 @@ def bench(
     the baseline. Exit code 0: measured.
     """
     check_output(output)
-    with driving():
+    with target_output():
         start_torch()
         from functools import cache
 
         from swaleak.benchmark import measure, statistics
-        from swaleak.device import choose_device
         from swaleak.report.bench import bench_report
         from swaleak.report.progress import with_bar
+        from swaleak.targets.open import choose_device
 
         where = choose_device(device)
         settings = measure.Settings(warmup, samples, whole, recover, segment, seed)
         cases = measure.cases(page_size, calls, pages, recover)
-        open_ = cache(lambda name: open_one(name, where))
-        patched = cache(lambda name: open_one(name, where, patch)) if patch else open_
+        open_ = cache(lambda name: open_targets([name], where)[0])
+        patched = cache(lambda name: open_targets([name], where, patch)[1]) if patch else open_
         asked = candidate or ([baseline] if patch else None)
         them = measure.contestants(baseline, asked, lambda: open_(on), open_, patched)
         rounds: list[measure.Round] = []
@@ -327,7 +380,7 @@ def diagnose(
             "--release",
             metavar="X",
             help="Of SGLang, as 0.5.18; not used where the log says it.",
-            autocompletion=complete.releases,
+            autocompletion=complete_releases,
             parser=_release,
         ),
     ] = None,
@@ -343,7 +396,7 @@ def diagnose(
     Exit code 1: there is none. Exit code 2: the log cannot be read.
     """
     check_output(output)
-    named(log)
+    file_path(log)
     if log == "-" and sys.stdin.isatty():
         raise UsageError("diagnose: name a log file, or pipe one in")
     from swaleak.log_diagnosis.parser import diagnose
@@ -369,21 +422,22 @@ def export(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write it: .py.", parser=named),
+        typer.Option("--output", "-o", metavar="FILE", help="Write it: .py.", parser=file_path),
     ] = None,
 ) -> None:
     """Export a scenario as a regression test that needs SGLang and nothing else."""
     if not unittest:
         raise UsageError("export: say as what; --unittest is what there is")
-    from swaleak.report.files import check_kind, write_text
+    from swaleak.files import check_writable, write_text
 
     if output is not None:
-        check_kind("-o", output, ".py", "a unittest")
-    if trees.is_tree(name):
+        check_writable("-o", output, ".py", "a unittest")
+    scenario = catalogue.load(name)
+    if scenario.caches:
         raise UsageError(f"{name}: only an allocator's scenario can be exported, not a cache's")
-    from swaleak.report.unittest_file import unittest_file
+    from swaleak.report.unittest_export import unittest_file
 
-    text = unittest_file(scenarios.load(name))
+    text = unittest_file(scenario)
     if output is None:
         sys.stdout.write(text)
     else:
@@ -446,71 +500,85 @@ def explore(
         int, typer.Option("--scripts", min=1, metavar="N", help="--random: how many, a seed each.")
     ] = 100,
     shard: Annotated[
-        str, typer.Option("--shard", metavar="I/N", help="Do part I of N: seeds, or first orders.")
+        str, typer.Option("--shard", metavar="I/N", help="--random: do part I of N of the seeds.")
     ] = "1/1",
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", "-j", min=1, max=256, metavar="N", help="Processes to search in."),
+    ] = 1,
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Write the failure as a scenario: .toml.", parser=named
+            "--save",
+            metavar="FILE",
+            help="Write the failure as a scenario: .toml.",
+            parser=file_path,
         ),
     ] = None,
+    timeout: Timeout = None,
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
-    """Try every legal order of operations, and show the shortest that fails.
+    """Try every legal order of steps, and show the shortest that fails.
+
+    Without --page-size: at page size 1.
 
     Exit code 0: none fails. 1: one does. 130: interrupted; what was tried by then is shown.
     """
     check_output(output)
     if save is not None:
-        from swaleak.report.files import check_kind
+        from swaleak.files import check_writable
 
-        check_kind("--save", save, ".toml", "a scenario")
-    idle = given(context, "depth", "every") if at_random else given(context, *FOR_RANDOM)
+        check_writable("--save", save, ".toml", "a scenario")
+    idle = given(context, *(FOR_EXHAUSTIVE if at_random else FOR_RANDOM))
     if idle:
         option = "--all" if idle[0] == "every" else f"--{idle[0]}"
         raise UsageError(
             f"explore: {option} means nothing with{'' if at_random else 'out'} --random"
         )
-    from swaleak.search.survey import shard_of
-
-    part = shard_of(shard)
-    with driving():
-        start_torch()
-        from swaleak.device import choose_device
+    with target_output(), time_limit(timeout):
+        target = open_one(on, device, patch)
+        from swaleak.explorer.search import (
+            AtRandom,
+            Exhaustive,
+            Place,
+            has_segments,
+            search,
+            shard_of,
+        )
         from swaleak.report.explore import explore_report
         from swaleak.report.progress import ProgressLine
-        from swaleak.search.legal import Rules
-        from swaleak.search.survey import AtRandom, Exhaustive, Where, has_segments, survey
-        from swaleak.target import strategy_of
+        from swaleak.scenario.contract import Rules
+        from swaleak.targets.open import strategy_of
 
-        target = open_one(on, choose_device(device), patch)
         ships = "shipped" in target.strategies()
         name = strategy_of(strategy or ("shipped" if ships else "deferred"))
         segments = has_segments(target, name)
         plan: AtRandom | Exhaustive
         if at_random:
             rules = Rules(contract.value, nodes or 8, pages=3, segments=segments, growth=True)
-            plan = AtRandom(steps, seed, scripts)
+            plan = AtRandom(steps, seed, scripts, shard_of(shard))
         else:
             rules = Rules(contract.value, nodes or 3, segments=segments)
-            plan = Exhaustive(depth, every)
-        surveys = []
+            plan = Exhaustive(depth, every, jobs)
+        found = []
         with ProgressLine() as line:
             for size in dict.fromkeys(page_size or [1]):
-                surveys.append(survey(Where(target, name, size, rules, part), plan, line.show))
-                if surveys[-1].interrupted:
+                with interruptible(f"explore on {target.name}, strategy {name}, page size {size}"):
+                    found.append(search(Place(target, name, size, rules), plan, line.show))
+                if found[-1].interrupted:
                     break
-        report = explore_report(about([target]), surveys)
+        report = explore_report(about([target]), found)
     print_report(report, format, output)
-    failed = [found for found in surveys if found.witnesses]
+    failed = [one for one in found if one.counterexamples]
     if save is not None and failed:
-        from swaleak.report.files import write_scenario
+        from swaleak.files import write_text
+        from swaleak.scenario.toml import to_toml
 
-        with driving():
+        with target_output():
             scenario = failed[0].scenario()
-        write_scenario(scenario, save)
-    interrupted = any(found.interrupted for found in surveys)
+        write_text(to_toml(scenario), save)
+    interrupted = any(one.interrupted for one in found)
     raise typer.Exit(130 if interrupted else 0 if report.ok else 1)
 
 
@@ -526,7 +594,7 @@ def record(
             "-o",
             metavar="FILE",
             help="RUN.jsonl; each process writes its own, RUN.PID.jsonl.",
-            parser=named,
+            parser=file_path,
         ),
     ],
     fix: Annotated[
@@ -539,10 +607,10 @@ def record(
     The exit code is the command's own, 128 + N where signal N ended it; 2 where nothing was
     recorded.
     """
-    from swaleak.report.files import check_kind
-    from swaleak.sglang import launch, plugin
+    from swaleak.files import check_writable
+    from swaleak.live import launch, plugin
 
-    check_kind("-o", output, ".jsonl", "a trace")
+    check_writable("-o", output, ".jsonl", "a trace")
     if fix is not None and fix not in plugin.FIXES:
         raise UsageError(unknown("fix", fix, plugin.FIXES))
     status, written = launch.record(command, output, fix)
@@ -557,6 +625,7 @@ def replay(
     strategy: TraceStrategies = None,
     on: On = "auto",
     device: Device = "auto",
+    timeout: Timeout = None,
     format: Formats = Format.table,
     output: Output = None,
 ) -> None:
@@ -565,22 +634,25 @@ def replay(
     Exit code 0: it is clean. 1: a violation.
     """
     check_output(output)
-    from swaleak.script.trace import TraceReader, read_header
+    from swaleak.trace.format import TraceReader, read_header
 
     header = read_header(trace)
-    with driving():
-        [target] = open_targets(on, device)
-        from functools import partial
-
-        from swaleak.check.follow import follow
+    with target_output(), time_limit(timeout):
+        [target] = open_targets([on], device)
+        from swaleak.checker.run import run_trace
+        from swaleak.report.progress import ProgressLine
         from swaleak.report.traces import Replayed, replay_report
+        from swaleak.trace.to_scenario import sizes_of
 
         replayed = []
         for name in trace_strategies(target, strategy, header.fix):
-            reader = TraceReader(trace)
-            with interruptible(f"{trace.name} on {target.name}, strategy {name}"):
-                followed = follow(reader, partial(target.make, name))
-            replayed.append(Replayed(target.name, name, target.origin(name), followed))
+            with (
+                interruptible(f"{trace.name} on {target.name}, strategy {name}"),
+                ProgressLine() as line,
+            ):
+                reader = TraceReader(trace, line.show_bytes)
+                run = run_trace(reader, lambda head: target.make(name, sizes_of(head)))  # noqa: B023
+            replayed.append(Replayed(target.name, name, target.origin(name), run))
         report = replay_report(about([target]), trace, replayed)
     if reader.torn:
         print(f"swaleak: warning: {reader.torn}", file=sys.stderr)
@@ -592,7 +664,7 @@ def shrink(
     trace: Trace,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="FILE", help="Write it: .toml.", parser=named),
+        typer.Option("--output", "-o", metavar="FILE", help="Write it: .toml.", parser=file_path),
     ],
     strategy: Annotated[
         str | None, typer.Option("--strategy", "-s", metavar="NAME", help="As for replay; one.")
@@ -602,25 +674,26 @@ def shrink(
     format: Formats = Format.table,
 ) -> None:
     """Reduce a recorded run that fails to a small scenario that fails in the same way."""
-    from swaleak.report.files import check_kind
-    from swaleak.script.trace import read_header
+    from swaleak.files import check_writable
+    from swaleak.trace.format import read_header
 
-    check_kind("-o", output, ".toml", "a scenario")
+    check_writable("-o", output, ".toml", "a scenario")
     header = read_header(trace)
-    with driving():
-        [target] = open_targets(on, device)
-        from swaleak.report.files import write_scenario
+    with target_output():
+        [target] = open_targets([on], device)
+        from swaleak.files import write_text
         from swaleak.report.traces import shrink_report
-        from swaleak.search.reduce import reduce
+        from swaleak.scenario.toml import to_toml
+        from swaleak.trace.to_scenario import reduce
 
         (name,) = trace_strategies(target, [strategy] if strategy else None, header.fix)
         with interruptible(f"{trace.name} on {target.name}, strategy {name}"):
             small = reduce(trace, target, name)
-        write_scenario(small.scenario, output)
+        write_text(to_toml(small.scenario), output)
         report = shrink_report(about([target]), trace, output, small)
     finish(report, format)
 
 
 def main() -> None:
     """Run the command line."""
-    exits.run(app)
+    cli_app.run(app)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class SwaleakError(Exception):
@@ -26,6 +26,15 @@ class TargetError(SwaleakError):
     exit_code = 125
 
 
+class StandInError(BaseException):
+    """SGLang's code has used a name that swaleak does not provide; 125, as ``TargetError``.
+
+    No ``Exception``, or the code that was stopped might go on as if nothing had happened.
+    """
+
+    exit_code = 125
+
+
 class Interrupted(SwaleakError):
     """Somebody has stopped this, and there is nothing yet to show for it.
 
@@ -42,7 +51,7 @@ class Interrupted(SwaleakError):
 RAISED = (Exception, SystemExit)
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return what was raised as one line, ``ValueError: why``."""
     try:
         text = " ".join(str(error).split())
@@ -59,3 +68,22 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     meant = " or ".join(map(repr, near))
     hint = f"did you mean {meant}?" if near else "known: " + ", ".join(known)
     return f"unknown {kind} {name!r}; {hint}"
+
+
+_PLURALS = {"is": "are", "was": "were", "has": "have", "it": "them", "maps": "map", "does": "do"}
+
+
+def plural(word: str, count: float) -> str:
+    """Return a word as it agrees with a count: ``page``, ``pages``; ``is``, ``are``."""
+    return word if count == 1 else _PLURALS.get(word, f"{word}s")
+
+
+def counted(count: int, thing: str) -> str:
+    """Return ``1 run``, ``2 runs``, ``1,000 runs``."""
+    return f"{count:,} {plural(thing, count)}"
+
+
+def page_list(pages: Sequence[int], most: int = 6) -> str:
+    """Return ``page 3`` or ``pages 3, 4``; of a long list the first ones and ``and 9 more``."""
+    more = f" and {len(pages) - most} more" if len(pages) > most else ""
+    return f"{plural('page', len(pages))} {', '.join(map(str, pages[:most]))}{more}"

@@ -12,15 +12,51 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from swaleak.sglang.tree import Caches, Tree
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.targets.driver import Driver, Sizes, graft
+from swaleak.targets.radix_cache import Caches, RadixCache
 
 PAGES = 512
 WINDOW = 2  # pages
 BATCH = 8  # requests a group
+
+
+class Imported:
+    """The modules of the SGLang that ``import sglang`` gives, with all of its dependencies."""
+
+    module = staticmethod(import_module)
+
+    @staticmethod
+    def exists(name: str) -> bool:
+        return find_spec(name) is not None
+
+
+def imported_caches(adapt: Callable[[type], type] = lambda class_: class_) -> Caches:
+    """Return the caches of the imported SGLang, over its own KV pool, its plugins loaded.
+
+    ``adapt``: makes the allocator's class from SGLang's.
+    """
+    import_module("sglang.srt.plugins").load_plugins()
+    shipped = import_module("sglang.srt.mem_cache.allocator.swa").SWATokenToKVPoolAllocator
+    pool_class = import_module("sglang.srt.mem_cache.swa_memory_pool").SWAKVPool
+
+    def make(strategy: str, sizes: Sizes) -> Driver:
+        class_ = shipped if strategy == "shipped" else graft(shipped, STRATEGIES[strategy])
+        # one head of one element: only the bookkeeping is looked at
+        pool = pool_class(
+            *sizes.slots, sizes.page_size, torch.bfloat16, 1, 1, [0], [1], device="cpu"
+        )
+        size = sizes.page_size
+        return Driver(adapt(class_)(*sizes.slots, size, torch.bfloat16, "cpu", pool, False))
+
+    return Caches(Imported(), make, "the imported SGLang")  # type: ignore[arg-type]
 
 
 def prompt(rng: random.Random) -> str:
@@ -35,7 +71,8 @@ class Server:
     def __init__(self, caches: Caches, cache: str, page_size: int, pages: int, seed: int) -> None:
         self.caches = caches
         self.rng = random.Random(seed)
-        self.tree: Tree = caches.make(cache, None, pages, pages // 2, page_size, WINDOW)
+        sizes = Sizes(pages, pages // 2, page_size)
+        self.tree: RadixCache = caches.make(cache, "shipped", sizes, WINDOW)
         self.cache = self.tree.cache
         self.allocator = self.tree.driver.allocator
         self.page_size = page_size
@@ -55,10 +92,10 @@ class Server:
         match, lock = self.match(key)
         have = match.device_indices
         missing = len(prompt) - len(have) // self.page_size
-        slots = self.tree.driver.alloc(missing) if missing else have[:0]
+        slots = self.tree.alloc(missing) if missing else have[:0]
         if slots is None:
             self.evict(missing * self.page_size)
-            slots = self.tree.driver.alloc(missing)
+            slots = self.tree.alloc(missing)
         if slots is None:
             self.unlock(*lock)
             return None
@@ -123,7 +160,7 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, help="kill this process inside that group")
     parser.add_argument("--no-counts", action="store_true", help="for timing")
     asked = parser.parse_args()
-    caches = Caches("cpu")
+    caches = imported_caches()
     server = Server(caches, asked.cache, asked.page_size, asked.pages, asked.seed)
     groups = []
     started = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,14 +11,15 @@ from typing import Protocol
 import pytest
 
 from swaleak.cli import main
-from swaleak.target import Target, open_target
+from swaleak.targets.open import Target, open_target
+from swaleak.targets.sources import is_read
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # the class that a target `module:Mine` means; to be formatted with the name of a strategy's class
 USER_CLASS = """
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import {strategy}
+from swaleak.allocator.strategies import {strategy}
 
 class Mine(HybridAllocator):
     def __init__(self, size, size_swa, page_size, dtype, device, kvcache, need_sort):
@@ -67,6 +69,18 @@ def wheel(version: str) -> Path:
     if not found:
         pytest.fail(f"no wheel of sglang {version} in {folder}")
     return found[0]
+
+
+GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+
+
+def unpack(version: str, into: Path, below: str = ".") -> Path:
+    """Unpack what is read of a wheel, and its metadata; ``python`` is where a checkout has it."""
+    with zipfile.ZipFile(wheel(version)) as archive:
+        for name in archive.namelist():
+            if is_read(name) or name.endswith("/METADATA"):
+                archive.extract(name, into / below)
+    return into
 
 
 _opened: dict[str, Target] = {}

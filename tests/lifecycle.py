@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
-from swaleak.sglang import shims
-from swaleak.sglang.tree import MEM_CACHE, Caches
+from swaleak.targets import shims
+from swaleak.targets.driver import Sizes
+from swaleak.targets.radix_cache import MEM_CACHE
+from tests.churn import imported_caches
 
 FULL_PAGES, SWA_PAGES, WINDOW = 192, 96, 3  # pages
 MOST_RUNNING, LONGEST = 8, 20  # requests; pages of one of them
@@ -67,11 +69,11 @@ class Engine:
     """Requests over one cache, in steps as a scheduler takes them."""
 
     def __init__(self, cache: str, page_size: int, seed: int) -> None:
-        caches = Caches("cpu")
+        caches = imported_caches()
         # the Triton kernels of alloc_extend and alloc_decode need a GPU
         vars(import_module(f"{MEM_CACHE}.allocator.paged")).update(shims.kernels("cpu"))
         self.slide_out = import_module(f"{MEM_CACHE}.common").free_swa_out_of_window_slots
-        tree = caches.make(cache, None, FULL_PAGES, SWA_PAGES, page_size, WINDOW)
+        tree = caches.make(cache, "shipped", Sizes(FULL_PAGES, SWA_PAGES, page_size), WINDOW)
         pool = import_module(f"{MEM_CACHE}.memory_pool").ReqToTokenPool
         self.table = pool(MOST_RUNNING, (LONGEST + 2) * page_size, "cpu", False)
         assert self.table.req_to_token.dtype == torch.int32
@@ -114,9 +116,8 @@ class Engine:
         ids = array.array("q", (ord(c) * 4096 + i for c in prompt for i in range(self.page_size)))
         ids = ids[: len(ids) - self.rng.randrange(self.page_size)]
         request = Request(ids, wanted=self.rng.choice((1, 2, LONGEST // 3 * self.page_size)))
-        match = self.cache.match_prefix(
-            self.caches.params("MatchPrefixParams", key=self.caches._key_class(ids[:-1]))
-        )
+        key = self.caches.module(f"{MEM_CACHE}.radix_cache").RadixKey(ids[:-1])
+        match = self.cache.match_prefix(self.caches.params("MatchPrefixParams", key=key))
         self.table.alloc([request])
         lock = self.cache.inc_lock_ref(match.last_device_node)
         request.last_node, request.swa_uuid_for_lock = (

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Sizes, Target
+from swaleak.targets.driver import Driver, Sizes
+from swaleak.targets.open import Target
 
 
 def row(slots: Tensor) -> Tensor:
@@ -32,8 +32,7 @@ def column_of_int64(slots: Tensor) -> Tensor:
 
 
 VIEWS: list[Callable[[Tensor], Tensor]] = [row, column, column_of_int64]
-ONE = "free free_swa free_full free_segment free_swa_segment free_full_segment free_full_pool"
-CALLS = (*ONE.split(), "free_swa_pool", "translate", "clear_mapping", "point")
+CALLS = ("translate", "clear_mapping", "point")
 
 
 class TableDriver(Driver):
@@ -43,10 +42,10 @@ class TableDriver(Driver):
         super().__init__(allocator)
         for name in CALLS:
             setattr(self, name, self._with_views(getattr(self, name), view))
-        self.decode = lambda prefix, last: Driver.decode(self, prefix, view(last))  # type: ignore
-        self.extend = lambda prefix, last, tokens: Driver.extend(  # type: ignore
-            self, prefix, None if last is None else view(last), tokens
-        )
+        self.view = view
+
+    def index(self, slots: Tensor) -> Tensor:
+        return self.view(slots)  # whatever is freed
 
     @staticmethod
     def _with_views(call: Any, view: Callable[[Tensor], Tensor]) -> Any:

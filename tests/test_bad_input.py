@@ -19,14 +19,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check.player import Player
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker.run import Execution
 from swaleak.cli import main
 from swaleak.errors import SwaleakError
-from swaleak.script import catalogue as scenarios
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import Driver
-from swaleak.sglang.source import ALLOCATOR
+from swaleak.live import plugin
+from swaleak.scenario import catalogue as scenarios
+from swaleak.targets.driver import Driver
+from swaleak.targets.sources import ALLOCATOR
 from tests.conftest import ROOT
 
 SCALE = float(os.environ.get("SWALEAK_FUZZ", "1"))
@@ -57,7 +57,7 @@ LOGS = [
 ]
 SWA = b"""\
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import Deferred as Strategy
+from swaleak.allocator.strategies import Deferred as Strategy
 
 class SWATokenToKVPoolAllocator(HybridAllocator):
     def __init__(self, size, size_swa, page_size, dtype, device, kvcache, need_sort):
@@ -69,8 +69,8 @@ diff --git a/python/{ALLOCATOR}/swa.py b/python/{ALLOCATOR}/swa.py
 +++ b/python/{ALLOCATOR}/swa.py
 @@ -1,4 +1,4 @@
  from swaleak.allocator.hybrid import HybridAllocator
--from swaleak.allocator.strategy import Deferred as Strategy
-+from swaleak.allocator.strategy import Barrier as Strategy
+-from swaleak.allocator.strategies import Deferred as Strategy
++from swaleak.allocator.strategies import Barrier as Strategy
 {" "}
  class SWATokenToKVPoolAllocator(HybridAllocator):
 """.encode()
@@ -147,10 +147,12 @@ def trace() -> bytes:
             "hicache-load-back",
             "free-of-a-tombstone",
         ):
-            class_ = plugin.watched_by(HybridAllocator, plugin.Wish(f"{folder}/{name}.jsonl"), None)
-            player = Player(Driver(class_(32, 32, 4, "cpu", STRATEGIES["deferred"])))
+            class_ = plugin.watched_by(
+                HybridAllocator, plugin.Settings(f"{folder}/{name}.jsonl"), None
+            )
+            execution = Execution(Driver(class_(32, 32, 4, "cpu", STRATEGIES["deferred"])))
             for step in scenarios.load(name).steps:
-                player.play(step)
+                execution.step(step)
         return b"".join(path.read_bytes() for path in sorted(Path(folder).iterdir()))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import STRATEGIES
+from swaleak.allocator.strategies import STRATEGIES
 from swaleak.benchmark import measure
 from swaleak.benchmark.measure import (
     Case,
@@ -33,7 +33,8 @@ from swaleak.benchmark.statistics import Result, Timing, compare
 from swaleak.benchmark.statistics import results as results_of
 from swaleak.errors import UsageError
 from swaleak.report.bench import bench_report
-from swaleak.target import Builtin, open_target
+from swaleak.report.render import as_json, as_markdown
+from swaleak.targets.open import Builtin, open_target
 from tests.conftest import USER_CLASS, Answer, Cli, wheel
 
 BUILTIN = Builtin("cpu")
@@ -376,7 +377,7 @@ def report(gpu: bool) -> Any:
 
 
 def test_the_json_says_everything() -> None:
-    found = json.loads(report(gpu=True).as_json())
+    found = json.loads(as_json(report(gpu=True)))
     without, case = found["cases"]
     assert (without["recovery"], without["strategies"]["deferred"]["audit"]) == (False, "clean")
     assert (found["schema"], found["command"], found["complete"], case) == (
@@ -431,9 +432,9 @@ def test_the_json_says_everything() -> None:
 
 
 def test_without_a_gpu_there_is_no_gpu_time() -> None:
-    case = json.loads(report(gpu=False).as_json())["cases"][0]
+    case = json.loads(as_json(report(gpu=False)))["cases"][0]
     figures = case["gpu_noise"], case["a_a"]["gpu_us"], case["a_a"]["gpu"]
-    assert (figures, "GPU time" in report(gpu=False).as_markdown()) == ((None,) * 3, False)
+    assert (figures, "GPU time" in as_markdown(report(gpu=False))) == ((None,) * 3, False)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +455,7 @@ def test_without_a_gpu_there_is_no_gpu_time() -> None:
     ],
 )
 def test_the_markdown_can_be_pasted(line: str) -> None:
-    assert line in report(gpu=True).as_markdown().splitlines()
+    assert line in as_markdown(report(gpu=True)).splitlines()
 
 
 BENCH = ("bench", "--on", "builtin")
@@ -512,7 +513,8 @@ def test_a_strategy_that_loses_pages_in_the_last_case_only_is_marked() -> None:
         Result(Case(256, 1, 1), 20, ("clean", "clean"), {"wall": (timing,) * 3}),
         Result(Case(1, 1, 1), 20, ("clean", "corrupt"), {"wall": (timing,) * 3}),
     ]
-    lines = bench_report(ALL[1:3], results, Settings(), "cpu", asked=2).as_markdown().splitlines()
+    report = bench_report(ALL[1:3], results, Settings(), "cpu", asked=2)
+    lines = as_markdown(report).splitlines()
     assert [line for line in lines if "INCORRECT" in line] == [
         "- INCORRECT: enqueue corrupts pages in groups without a recovery; its timings there are "
         "not comparable"
@@ -602,10 +604,10 @@ def test_what_a_group_without_a_write_asks_for(
 ) -> None:
     owner = FakeOwner()
     one = STRATEGIES[strategy](owner)
-    one.free(torch.tensor([1, 2]))
-    one.free(torch.tensor([3]))
-    one.flush()
-    one.flush()
+    one.on_free(torch.tensor([1, 2]))
+    one.on_free(torch.tensor([3]))
+    one.on_flush()
+    one.on_flush()
     assert owner.asked == asked
 
 
@@ -613,11 +615,11 @@ def test_a_barrier_resolves_before_each_write_and_releases_once() -> None:
     owner = FakeOwner()
     one = STRATEGIES["barrier"](owner)
     for slot in (1, 2):
-        one.free(torch.tensor([slot]))
+        one.on_free(torch.tensor([slot]))
         one.before_write()
         one.before_write()
-    one.free(torch.tensor([3]))
-    one.flush()
+    one.on_free(torch.tensor([3]))
+    one.on_flush()
     assert owner.asked == [
         ("resolve", [1]),
         ("resolve", [2]),

@@ -125,11 +125,11 @@ def test_parts_that_were_not_asked_for_stay_and_are_marked() -> None:
 def test_a_part_that_fails_is_named_and_the_page_stays_as_it_is(
     page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(wish: run.Wish) -> Figures:
+    def fails(settings: run.Settings) -> Figures:
         raise RuntimeError("it broke")
 
     monkeypatch.setitem(run.PARTS, "startup", fails)
-    monkeypatch.setitem(run.PARTS, "sizes", lambda wish: figures("sizes"))
+    monkeypatch.setitem(run.PARTS, "sizes", lambda settings: figures("sizes"))
     assert run.main(["--only", "startup", "--only", "sizes"], page) == 1
     shown = capsys.readouterr()
     assert "startup failed: RuntimeError: it broke" in shown.err
@@ -146,7 +146,7 @@ def test_a_page_without_marks_is_refused_before_anything_is_measured(
     page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page.write_text("no marks")
-    monkeypatch.setitem(run.PARTS, "sizes", lambda wish: pytest.fail("measured"))
+    monkeypatch.setitem(run.PARTS, "sizes", lambda settings: pytest.fail("measured"))
     with pytest.raises(SystemExit, match="2"):
         run.main(["--only", "sizes"], page)
     assert "README.md: no <!--" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import STRATEGIES, Enqueue
-from swaleak.sglang.adapter import Driver, graft, ships
+from swaleak.allocator.strategies import STRATEGIES, Enqueue
+from swaleak.targets.driver import Driver, graft, shipped_strategy
 from tests.conftest import USER_CLASS, Cli
 
 HEAD = USER_CLASS.format(strategy="Enqueue")
@@ -33,12 +33,12 @@ CANDIDATES = {
     "stingy": (
         HEAD + "    def alloc(self, need_size):\n        return None\n",
         1,
-        "step 1 error: Withheld: alloc bystander was given nothing, with 8 full and 8 SWA pages",
+        "step 1 error: WrongAllocation: alloc was given nothing, with 8 full and 8 SWA pages",
     ),
     "scant": (
         HEAD + "    def alloc(self, need_size):\n        return super().alloc(need_size)[:0]\n",
         1,
-        "step 1 error: Withheld: alloc bystander was given 0 slots, not 1",
+        "step 1 error: WrongAllocation: alloc was given 0 slots, not 1",
     ),
     "unwilling": (
         HEAD + "    def alloc(self, need_size):\n        raise ValueError('no')\n",
@@ -77,7 +77,7 @@ POOL = "        pool = self.swa_attn_allocator\n"
 # as above, for `verify`, which also grafts strategies on the class
 OTHERS = {
     "derived": (HEAD, 0, "80 runs, all as declared."),
-    "sealed": (HEAD + SEALED, 125, "eager cannot be grafted on it, it allows no subclass: "),
+    "sealed": (HEAD + SEALED, 125, "eager cannot be grafted, it allows no subclass: "),
     "no_class": ("Mine = 3", 125, "no_class_:Mine: is no class"),
     "raises": (ROOT_OF_ALL + "raise Raised('why')", 125, "raises_:Mine: Raised: why"),
     "made": (ROOT_OF_ALL + HEAD + "        raise Raised", 125, "cannot be made: Raised"),
@@ -124,7 +124,7 @@ def test_a_grafted_strategy_replaces_that_of_a_class_of_the_same_kind() -> None:
         def free_swa(self, free_index: object) -> None:
             raise AssertionError("what it frees by itself")
 
-    shipped = {name: ships(Driver(graft(Mine, s)(4))) for name, s in STRATEGIES.items()}
+    shipped = {name: shipped_strategy(Driver(graft(Mine, s)(4))) for name, s in STRATEGIES.items()}
     assert shipped == {name: name for name in STRATEGIES}
 
 
@@ -144,8 +144,8 @@ RAISES = [
     ("leaves", "SystemExit"),
     ("refuses", "ValueError: no"),
     ("ungrouped", "RuntimeError: no groups"),
-    ("stingy", "Withheld: alloc n1 was given nothing"),
-    ("scant", "Withheld: alloc n1 was given 0 slots"),
+    ("stingy", "WrongAllocation: alloc was given nothing"),
+    ("scant", "WrongAllocation: alloc was given 0 slots"),
     ("unwilling", "ValueError: no"),
 ]
 

@@ -19,7 +19,8 @@ from rich.console import Console
 from swaleak.log_diagnosis.match import FAULTS, possible_releases
 from swaleak.log_diagnosis.parser import FORMATS, MAX_FINDINGS, TABLE, diagnose
 from swaleak.report.diagnose import diagnose_report
-from swaleak.script import catalogue as scenarios
+from swaleak.report.render import as_json, as_markdown, print_to
+from swaleak.scenario import catalogue as scenarios
 
 from .conftest import wheel
 
@@ -55,7 +56,7 @@ def read(log, page_size=None, release=None):
 def told(log, **options):
     """Return what a log says as text, and as JSON."""
     report = diagnose_report("log", read(log, **options))
-    return report.as_markdown(), json.loads(report.as_json())
+    return as_markdown(report), json.loads(as_json(report))
 
 
 # what a log says -> what each finding is: pool, difference, meaning, count
@@ -515,7 +516,7 @@ def test_what_is_there_and_cannot_be_read(name):
     report = diagnose_report("log", found)
     assert (found.findings, len(found.unread), report.ok) == ([], 1, True)
     assert (found.unread[0].lines[0], why in found.unread[0].what) == (line, True), found.unread
-    assert f"Line {line}" in report.as_markdown()
+    assert f"Line {line}" in as_markdown(report)
 
 
 # what is no message, and not a cut one either
@@ -686,7 +687,7 @@ def test_a_message_without_all_its_numbers_says_so():
 def test_no_number_is_folded(width):
     out = io.StringIO()
     log = leaks(("TP0", 235264), ("TP1", 235008))
-    diagnose_report("log", read(log)).print_to(Console(file=out, width=width))
+    print_to(diagnose_report("log", read(log)), Console(file=out, width=width))
     said = ("911616", "911360", "-256", "911104", "-512", "missing")
     assert [number for number in said if number not in out.getvalue()] == []
 

@@ -5,18 +5,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check.player import Starved
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker.run import Execution
+from swaleak.checker.snapshot import Snapshot
 from swaleak.errors import ScriptError, TargetError
-from swaleak.script import ops
-from swaleak.script.ops import Part, describe
-from swaleak.search.explore import Explorer, Shard
-from swaleak.search.legal import Rules, in_production, legal
-from swaleak.search.queues import queue_kinds
-from swaleak.search.stage import Stage
-from swaleak.search.survey import has_segments
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
+from swaleak.explorer.breadth_first import BreadthFirst
+from swaleak.explorer.canonical import Keys, queue_kinds
+from swaleak.explorer.search import has_segments
+from swaleak.scenario import steps
+from swaleak.scenario.calls import PoolExhausted
+from swaleak.scenario.contract import Rules, in_production, legal, refusal
+from swaleak.targets.driver import Driver, Sizes
+from swaleak.targets.open import Builtin
 from tests.conftest import sglang
 
 
@@ -27,9 +27,11 @@ def maker(target, strategy, page_size):
 BUILTIN = Builtin("cpu")
 
 
-def explored(target, strategy, page_size, depth, contract="production", shard=None, every=False):
+def explored(target, strategy, page_size, depth, contract="production", every=False, jobs=1):
     rules = Rules(contract, segments=has_segments(target, strategy))
-    explorer = Explorer(maker(target, strategy, page_size), rules, depth, shard, every)
+    explorer = BreadthFirst(
+        maker(target, strategy, page_size), rules, depth, every=every, jobs=jobs
+    )
     for _ in explorer.run():
         pass
     return explorer
@@ -37,9 +39,9 @@ def explored(target, strategy, page_size, depth, contract="production", shard=No
 
 def failure(explorer):
     """Return the first failing order in words, its verdict and kinds; None if none fails."""
-    for found in explorer.coverage.failures:
-        kinds = {violation.kind for violation in found.run.audit.violations}
-        return " | ".join(map(describe, found.order)), found.run.verdict, kinds
+    for found in explorer.failures:
+        kinds = {violation.kind for violation in found.run.comparison.violations}
+        return " | ".join(map(str, found.order)), found.run.verdict, kinds
     return None
 
 
@@ -82,27 +84,31 @@ def test_latent_contract_of_the_model(strategy, found):
 def test_same_search_twice_finds_the_same():
     runs = [explored(BUILTIN, "deferred", 1, 7, every=True) for _ in range(2)]
     told = [
-        ([f.order for f in e.coverage.failures], e.coverage.states, e.coverage.transitions)
-        for e in runs
+        ([f.order for f in e.failures], e.coverage.states, e.coverage.transitions) for e in runs
     ]
     assert told[0] == told[1] and len(told[0][0]) > 1
 
 
 def test_bounds_that_leave_nothing_to_try_are_exhausted():
-    explorer = Explorer(maker(BUILTIN, "eager", 1), Rules(nodes=1, pages=1), 20)
+    explorer = BreadthFirst(maker(BUILTIN, "eager", 1), Rules(nodes=1, pages=1), 20)
     for _ in explorer.run():
         pass
     # no node, a live one, a tombstone; each in a group and outside
     assert (explorer.coverage.exhausted, explorer.coverage.states) == (True, 5)
 
 
-def test_shards_together_do_what_one_does():
-    def states(shard):
-        return explored(BUILTIN, "enqueue", 1, 6, shard=shard)._seen
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize(("strategy", "depth"), [("deferred", 7), ("enqueue", 8)])
+def test_two_processes_find_what_one_finds(strategy, depth, every):
+    def told(jobs):
+        found = explored(BUILTIN, strategy, 1, depth, every=every, jobs=jobs)
+        covered = found.coverage
+        counts = (covered.states, covered.transitions, covered.depth, covered.dry)
+        return [f.order for f in found.failures], counts, found._seen
 
-    whole = states(None)
-    parts = [states(Shard(i, 3)) for i in (1, 2, 3)]
-    assert set.union(*parts) == whole and all(len(part) < len(whole) for part in parts)
+    one = told(1)
+    assert len(one[2]) > 256  # so many that it is worth a second process
+    assert told(2)[:2] == one[:2]
 
 
 class Secretive(HybridAllocator):
@@ -122,7 +128,7 @@ def test_state_that_cannot_be_put_back_is_refused():
     def make(full, swa):
         return Driver(Secretive(full, swa, 1, "cpu", STRATEGIES["eager"]))
 
-    explorer = Explorer(make, Rules(), 6)
+    explorer = BreadthFirst(make, Rules(), 6)
     with pytest.raises(TargetError, match="cannot put it back"):
         for _ in explorer.run():
             pass
@@ -156,15 +162,17 @@ class Shelved(HybridAllocator):
         self.shelf.clear()
 
 
-def test_an_attribute_that_comes_late_is_refused():
-    explorer = Explorer(lambda f, s: Driver(Late(f, s, 1, "cpu", STRATEGIES["eager"])), Rules(), 4)
-    with pytest.raises(TargetError, match=r"cannot follow Late\.began"):
-        for _ in explorer.run():
-            pass
+def test_an_attribute_that_comes_late_is_followed():
+    explorer = BreadthFirst(
+        lambda f, s: Driver(Late(f, s, 1, "cpu", STRATEGIES["deferred"])), Rules(), 6
+    )
+    for _ in explorer.run():
+        pass
+    assert failure(explorer) == RECOVERED
 
 
 def test_state_in_a_dict_is_followed():
-    explorer = Explorer(
+    explorer = BreadthFirst(
         lambda f, s: Driver(Shelved(f, s, 1, "cpu", STRATEGIES["eager"])), Rules(), 6
     )
     for _ in explorer.run():
@@ -173,42 +181,58 @@ def test_state_in_a_dict_is_followed():
     assert failure(explorer) == (order, "leak", {"leak"})
 
 
-def play(stage, script):
-    for op in script:
-        stage.play(op)
-    return stage
+class Stage:
+    """An execution whose states are told apart."""
 
+    def __init__(self, strategy, page_size=1, latent=False):
+        make = maker(BUILTIN, strategy, page_size)
+        self.execution = Execution(make(16, 16))
+        self.latent = latent
+        self.keys = Keys(self.execution.driver, queue_kinds(make, page_size), latent=latent)
+        self.shadow = self.execution.shadow
 
-def stage_of(strategy, page_size=1, latent=False):
-    make = maker(BUILTIN, strategy, page_size)
-    return Stage(make(16, 16), queue_kinds(make, page_size), latent=latent)
+    def make(self, script):
+        for step in script:
+            self.execution.step(step)
+            if not self.latent:
+                self.shadow.buffers.clear()
+        return self
+
+    def key(self):
+        return self.keys.key(self.shadow)
+
+    def save(self):
+        return Snapshot(self.execution.driver, self.shadow)
 
 
 A, B, C = "a", "b", "c"
 SAME = [
-    ([ops.Alloc(A), ops.Alloc(B)], [ops.Alloc(B), ops.Alloc(A)]),
-    ([ops.Alloc(A), ops.Alloc(B), ops.Free(A)], [ops.Alloc(A), ops.Alloc(B), ops.Free(B)]),
-    ([ops.Alloc(A), ops.Alloc(B, 2)], [ops.Alloc(B, 2), ops.Alloc(A)]),
+    ([steps.Alloc(A), steps.Alloc(B)], [steps.Alloc(B), steps.Alloc(A)]),
     (
-        [ops.Alloc(A), ops.Alloc(B), ops.Group("begin"), ops.FreeSwa(A)],
-        [ops.Alloc(A), ops.Alloc(B), ops.Group("begin"), ops.FreeSwa(B)],
+        [steps.Alloc(A), steps.Alloc(B), steps.Free(A)],
+        [steps.Alloc(A), steps.Alloc(B), steps.Free(B)],
+    ),
+    ([steps.Alloc(A), steps.Alloc(B, 2)], [steps.Alloc(B, 2), steps.Alloc(A)]),
+    (
+        [steps.Alloc(A), steps.Alloc(B), steps.Group("begin"), steps.FreeSwa(A)],
+        [steps.Alloc(A), steps.Alloc(B), steps.Group("begin"), steps.FreeSwa(B)],
     ),
     (
-        [ops.Alloc(A), ops.Alloc(B), ops.FreeSwa(A), ops.Recover(A, B)],
-        [ops.Alloc(C)],
+        [steps.Alloc(A), steps.Alloc(B), steps.FreeSwa(A), steps.Recover(A, B)],
+        [steps.Alloc(C)],
     ),
 ]
 OTHER = [
-    ([ops.Alloc(A)], [ops.Alloc(A, 2)]),
-    ([ops.Alloc(A)], [ops.Alloc(A), ops.Group("begin")]),
-    ([ops.Alloc(A)], [ops.Alloc(A), ops.FreeSwa(A)]),
+    ([steps.Alloc(A)], [steps.Alloc(A, 2)]),
+    ([steps.Alloc(A)], [steps.Alloc(A), steps.Group("begin")]),
+    ([steps.Alloc(A)], [steps.Alloc(A), steps.FreeSwa(A)]),
     (
-        [ops.Alloc(A, 2), ops.FreeSwa(A, Part("pages", 0, 1))],
-        [ops.Alloc(A, 2), ops.FreeSwa(A, Part("pages", 1, 2))],
+        [steps.Alloc(A, 2), steps.FreeSwa(A, pages="0:1")],
+        [steps.Alloc(A, 2), steps.FreeSwa(A, pages="1:2")],
     ),
     (  # the free is still queued, or carried out
-        [ops.Alloc(A), ops.Alloc(B), ops.Group("begin"), ops.Free(A)],
-        [ops.Alloc(B), ops.Group("begin")],
+        [steps.Alloc(A), steps.Alloc(B), steps.Group("begin"), steps.Free(A)],
+        [steps.Alloc(B), steps.Group("begin")],
     ),
 ]
 
@@ -217,30 +241,27 @@ OTHER = [
 @pytest.mark.parametrize("strategy", ["deferred", "enqueue", "barrier"])
 def test_states_are_told_apart_up_to_renaming(strategy, page_size):
     def equal(one, other):
-        return (
-            play(stage_of(strategy, page_size), one).key()
-            == play(stage_of(strategy, page_size), other).key()
-        )
+        keys = [Stage(strategy, page_size).make(script).key() for script in (one, other)]
+        return keys[0] == keys[1]
 
     told = [equal(*pair) for pair in SAME + OTHER]
     assert told == [True] * len(SAME) + [False] * len(OTHER)
 
 
-def walk(draw, stage, rules, steps):
-    """Play random legal operations, as many as are legal; return them."""
-    played = []
-    for _ in range(steps):
-        op = draw(st.sampled_from(list(legal(stage.player.ledger, rules, stage.kept()))))
+def walk(draw, stage, rules, length):
+    """Make random legal steps, as many as are legal; return them."""
+    made = []
+    for _ in range(length):
+        kept = stage.keys.kept(stage.shadow) if stage.latent else {}
+        step = draw(st.sampled_from(list(legal(stage.shadow, rules, kept))))
         before = stage.save()
         try:
-            stage.play(op)
-        except (ScriptError, Starved):
-            stage.restore(before)
-        except RuntimeError:  # refused
-            stage.restore(before)
+            stage.make([step])
+        except (ScriptError, PoolExhausted, RuntimeError):  # no room, or refused
+            before.restore()
         else:
-            played.append(op)
-    return played
+            made.append(step)
+    return made
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -249,26 +270,26 @@ def walk(draw, stage, rules, steps):
 @given(data=st.data())
 def test_going_back_is_exact(strategy, page_size, data):
     rules = Rules("latent", growth=True)
-    stage = stage_of(strategy, page_size, latent=True)
+    stage = Stage(strategy, page_size, latent=True)
     script = walk(data.draw, stage, rules, 6)
     key, point = stage.key(), stage.save()
     walk(data.draw, stage, rules, 6)  # a detour
-    stage.restore(point)
+    point.restore()
     back = stage.key()
     script += walk(data.draw, stage, rules, 4)
-    straight = play(stage_of(strategy, page_size, latent=True), script)
+    straight = Stage(strategy, page_size, latent=True).make(script)
     assert (back, stage.key()) == (key, straight.key())
 
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_the_rules_are_the_same_from_both_sides(data):
-    stage = stage_of("eager", 4)
+    stage = Stage("eager", 4, latent=True)
     walk(data.draw, stage, Rules("latent", growth=True), 12)
-    ledger = stage.player.ledger
-    latent = legal(ledger, Rules("latent", growth=True))
-    filtered = {op for op in latent if in_production(op, ledger)}
-    assert filtered == set(legal(ledger, Rules("production", growth=True)))
+    latent = list(legal(stage.shadow, Rules("latent", growth=True)))
+    filtered = {step for step in latent if in_production(step, stage.shadow)}
+    assert filtered == set(legal(stage.shadow, Rules("production", growth=True)))
+    assert all(refusal(step, stage.shadow) is None for step in latent)
 
 
 @pytest.mark.wheels
@@ -300,4 +321,4 @@ def test_shortest_failure_of_releases(version, strategy, found, page_size):
 )
 def test_latent_failures_of_releases(version, order):
     explorer = explored(sglang(version), "shipped", 1, 6, "latent", every=True)
-    assert any(order in {op.key for op in f.order} for f in explorer.coverage.failures)
+    assert any(order in {step.key for step in f.order} for f in explorer.failures)

@@ -1,6 +1,6 @@
 """A Hypothesis state machine over the same rules: an independent check of the explorer.
 
-It shares the rules, the player and the judge with it, and nothing of how states are put back,
+It shares the rules, the shadow and the comparison with it, and nothing of how states are put back,
 told apart or enumerated.
 """
 
@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from swaleak.check.audit import audit
-from swaleak.check.player import Player
-from swaleak.search.explore import Explorer
-from swaleak.search.legal import Rules, legal
-from swaleak.target import Builtin, Sizes
+from swaleak.checker.compare import compare_pages, read
+from swaleak.checker.run import Execution
+from swaleak.explorer.breadth_first import BreadthFirst
+from swaleak.scenario.contract import Rules, legal
+from swaleak.targets.driver import Sizes
+from swaleak.targets.open import Builtin
 from tests.conftest import sglang
 
 RULES = Rules(nodes=3)
@@ -34,19 +35,20 @@ def machine(target, strategy, page_size):
     class Machine(RuleBasedStateMachine):
         def __init__(self):
             super().__init__()
-            self.player = Player(target.make(strategy, Sizes(24, 24, page_size)))
+            self.execution = Execution(target.make(strategy, Sizes(24, 24, page_size)))
 
         @rule(data=st.data())
         def operate(self, data):
             kinds = {}
-            for op in legal(self.player.ledger, RULES):
+            for op in legal(self.execution.shadow, RULES):
                 kinds.setdefault(op.key, []).append(op)
             kind = data.draw(st.sampled_from(list(kinds)))
-            self.player.play(data.draw(st.sampled_from(kinds[kind])))
+            self.execution.step(data.draw(st.sampled_from(kinds[kind])))
 
         @invariant()
         def owners_agree(self):
-            assert not audit(self.player.allocator, self.player.ledger).violations
+            state = self.execution.driver.state()
+            assert not compare_pages(read(state), self.execution.shadow).violations
 
     return Machine
 
@@ -63,10 +65,10 @@ def fails_by_explorer(target, strategy, page_size):
     def make(full, swa):
         return target.make(strategy, Sizes(full, swa, page_size))
 
-    explorer = Explorer(make, RULES, 6)
+    explorer = BreadthFirst(make, RULES, 6)
     for _ in explorer.run():
         pass
-    return bool(explorer.coverage.failures)
+    return bool(explorer.failures)
 
 
 def judged(target, strategy, page_size):

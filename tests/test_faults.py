@@ -21,21 +21,22 @@ import torch
 
 from benchmarks.sizes import SIZES, measure
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check import case
-from swaleak.check.follow import follow
-from swaleak.check.player import Player
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker import case
+from swaleak.checker.run import Execution, run_trace
 from swaleak.errors import ScriptError, TargetError
-from swaleak.files import STALE
+from swaleak.files import STALE_SECONDS, write_text
+from swaleak.live import plugin
+from swaleak.live.instrument import EVERY_CALL, POOL_CALLS
 from swaleak.report.catalogue import list_report, show_report
-from swaleak.report.files import FORMATS, write, write_text
-from swaleak.script import catalogue as scenarios
-from swaleak.script.trace import TraceReader
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import Driver
-from swaleak.sglang.release import from_release
-from swaleak.sglang.watch import EVERY_CALL, POOL_CALLS
-from swaleak.target import Builtin
+from swaleak.report.render import FORMATS, write
+from swaleak.scenario import catalogue as scenarios
+from swaleak.targets import sources
+from swaleak.targets.driver import Driver
+from swaleak.targets.open import Builtin
+from swaleak.targets.sources import from_release
+from swaleak.trace.format import TraceReader
+from swaleak.trace.to_scenario import sizes_of
 from tests.conftest import ROOT, Cli, wheel
 
 KILLS = 50
@@ -213,14 +214,14 @@ def test_a_cache_whose_path_is_too_long(cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 def play_recorded(file: Path, rounds: int) -> list[bool]:
     """Play the leak on a recorded allocator, again and again; whether it then still allocates."""
-    class_ = plugin.watched_by(HybridAllocator, plugin.Wish(record=str(file)), None)
+    class_ = plugin.watched_by(HybridAllocator, plugin.Settings(record=str(file)), None)
     allocator = class_(64, 64, 4, "cpu", STRATEGIES["deferred"])
     gave = []
     for _ in range(rounds):
-        player = Player(Driver(allocator))
+        execution = Execution(Driver(allocator))
         for step in LEAK.steps:
-            player.play(step)
-        gave.append(player.allocator.alloc(1) is not None)
+            execution.step(step)
+        gave.append(execution.driver.alloc_pages(4) is not None)
         allocator.clear()
     return gave
 
@@ -229,11 +230,13 @@ def read_back(path: Path) -> int | None:
     """Groups of a trace that replay to what was recorded; None if it holds no complete line."""
     target = Builtin("cpu")
     try:
-        followed = follow(TraceReader(path), lambda sizes: target.make("deferred", sizes))
+        followed = run_trace(
+            TraceReader(path), lambda header: target.make("deferred", sizes_of(header))
+        )
     except ScriptError as error:
         assert str(error).endswith("holds no complete line, nothing was recorded")
         return None
-    assert (followed.differ, followed.raised, followed.starved) == (0, None, None)
+    assert (followed.differ, followed.raised, followed.exhausted) == (0, None, None)
     return followed.groups
 
 
@@ -329,7 +332,7 @@ def test_what_killed_runs_left_beside_a_report_is_swept_after_a_day(tmp_path: Pa
     for path in (old, young, other):
         path.write_text("half")
     for path in (old, other):
-        os.utime(path, (time.time() - STALE - 60,) * 2)
+        os.utime(path, (time.time() - STALE_SECONDS - 60,) * 2)
     write_text("whole", tmp_path / "r.json")
     assert {path.name for path in tmp_path.iterdir()} == {young.name, other.name, "r.json"}
 
@@ -352,7 +355,7 @@ def test_a_download_ends_with_who_asked_for_it(number: int, tmp_path: Path) -> N
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text(ENDLESS)
     os.mkfifo(tmp_path / "pipe")
-    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
+    code = "from swaleak.targets.sources import from_release; from_release('0.5.18')"
     environment = {
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
         "PIPE": str(tmp_path / "pipe"),
@@ -375,8 +378,8 @@ def test_downloads_that_are_killed_leave_a_whole_release_or_none(
 ) -> None:
     cache = tmp_path / "cache"
     monkeypatch.setenv("SWALEAK_CACHE", str(cache))
-    kept = cache / "sglang-0.5.18.zip"
-    code = "from swaleak.sglang.release import from_release; from_release('0.5.18')"
+    kept = cache / sources._KEPT.format("0.5.18")
+    code = "from swaleak.targets.sources import from_release; from_release('0.5.18')"
 
     def fetch(limit: float | None) -> None:
         process = subprocess.Popen(
@@ -402,7 +405,7 @@ def test_downloads_that_are_killed_leave_a_whole_release_or_none(
         assert [path.read_bytes() for path in results] in ([], [whole])
     left = [path for path in cache.iterdir() if path != kept]
     for path in left:
-        os.utime(path, (time.time() - STALE - 60,) * 2)
+        os.utime(path, (time.time() - STALE_SECONDS - 60,) * 2)
     kept.unlink(missing_ok=True)
     assert (from_release("0.5.18").version, list(cache.iterdir()), len(left) > 0) == (
         "0.5.18",
@@ -448,14 +451,19 @@ OVERSIZED: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
         "repro",
         lambda: scenario(pools=f"full_pages = {MANY}"),
         2,
-        "pools.full_pages: must be a whole number from 1 to ",
+        "pools.full_pages: expected a whole number <= 2147483648",
     ),
-    "page size 0": ("repro", lambda: scenario(pools="page_sizes = [0]"), 2, "from 1 to 4096"),
+    "page size 0": (
+        "repro",
+        lambda: scenario(pools="page_sizes = [0]"),
+        2,
+        "pools.page_sizes[0]: expected a whole number >= 1",
+    ),
     "an allocation of 10^18 pages": (
         "repro",
         lambda: scenario(f"[{{ alloc = 'a', pages = {MANY} }}]"),
         2,
-        "step 1: pages: must be a whole number from 1 to ",
+        "step 1: pages: expected a whole number <= 2147483648",
     ),
     "a million steps": (
         "repro",
@@ -481,13 +489,13 @@ OVERSIZED: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
         "replay",
         lambda: trace(HEADER | {"full_pages": MANY}),
         2,
-        "line 1: over the limit of ",
+        "line 1: header: full_pages: expected a whole number <= 2147483648",
     ),
     "a trace of page size 0": (
         "replay",
         lambda: trace(HEADER | {"page_size": 0}),
         2,
-        "line 1: sizes in a header",
+        "line 1: header: page_size: expected a whole number >= 1",
     ),
     "a trace with an unknown fix": (
         "replay",
@@ -499,9 +507,14 @@ OVERSIZED: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
         "replay",
         lambda: trace(HEADER | {"fix": [1]}),
         2,
-        "line 1: a header whose sglang, fix or rank is of another kind",
+        "line 1: header: fix: expected a string, got an array",
     ),
-    "a free of 10^18 slots": ("replay", lambda: free([1, MANY]), 2, "more slots than the pool has"),
+    "a free of 10^18 slots": (
+        "replay",
+        lambda: free([1, MANY]),
+        2,
+        "nobody holds the slot with number 5",
+    ),
     "a free of 10^18 slots of nobody": (
         "replay",
         lambda: free([0, MANY]),
@@ -511,8 +524,8 @@ OVERSIZED: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
     "a free of the same slot a million times": (
         "replay",
         lambda: free(*[[1, 4]] * 10**6),
-        2,
-        "more slots than the pool has",
+        1,
+        "",
     ),
     "an allocation of 10^18 slots in a trace": (
         "replay",
@@ -562,7 +575,7 @@ def test_a_device_that_is_full_when_the_pools_are_made(
 
 
 def test_a_device_that_is_full_later(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(case, "replay", out_of_memory)
+    monkeypatch.setattr(case, "run_script", out_of_memory)
     answer = cli("repro", "--on", "builtin", "--page-size", "4")
     assert (answer.code, answer.out, answer.err) == (
         2,
@@ -600,10 +613,10 @@ def test_production_sizes_give_the_same_verdicts_in_little_memory() -> None:
 # --- hooks on an allocator that misbehaves --------------------------------------------------------
 
 NONSENSE, ERROR = object(), RuntimeError("the allocator's own")
-WISHES = [
-    plugin.Wish(audit=True),
-    plugin.Wish(record="t.jsonl"),
-    plugin.Wish(record="t.jsonl", audit=True),
+SETTINGS = [
+    plugin.Settings(audit=True),
+    plugin.Settings(record="t.jsonl"),
+    plugin.Settings(record="t.jsonl", audit=True),
 ]
 ARGUMENTS: list[tuple[object, ...]] = [
     (),
@@ -623,7 +636,7 @@ def misbehave(self: HybridAllocator, how: str) -> object:
     return torch.tensor([10**12]) if how == "out of range" else NONSENSE
 
 
-def odd(name: str, how: str, wish: plugin.Wish) -> HybridAllocator:
+def odd(name: str, how: str, settings: plugin.Settings) -> HybridAllocator:
     """A watched allocator whose call ``name`` (or that of a pool) does something unheard of."""
     pool, _, call = name.rpartition(".")
 
@@ -642,7 +655,7 @@ def odd(name: str, how: str, wish: plugin.Wish) -> HybridAllocator:
     base = type(
         "Odd", (HybridAllocator,), {"__init__": __init__} | ({} if pool else {call: method})
     )
-    made: HybridAllocator = plugin.watched_by(base, wish, None)()
+    made: HybridAllocator = plugin.watched_by(base, settings, None)()
     return made
 
 
@@ -653,20 +666,20 @@ def outcome_of(call: Callable[..., object], args: tuple[object, ...]) -> object:
         return error
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("how", ["raises", "returns nonsense", "out of range", "breaks"])
 @pytest.mark.parametrize("name", [*EVERY_CALL, *POOL_CALLS])
 def test_hooks_never_raise_into_a_server(
     name: str,
     how: str,
-    wish: plugin.Wish,
+    settings: plugin.Settings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     seen = []
     for args in ARGUMENTS:
-        allocator = odd(name, how, wish)
+        allocator = odd(name, how, settings)
         allocator.free_group_begin() if name != "free_group_begin" else None
         pool, _, call = name.rpartition(".")
         owner = getattr(allocator, f"{pool}_attn_allocator") if pool else allocator
@@ -681,13 +694,13 @@ def test_hooks_never_raise_into_a_server(
         assert seen == [ERROR if how == "raises" else NONSENSE] * len(seen)
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(
     "missing", ["page_size", "full_to_swa_index_mapping", "swa_attn_allocator"]
 )
 def test_an_allocator_of_another_shape_is_left_alone(
     missing: str,
-    wish: plugin.Wish,
+    settings: plugin.Settings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -703,7 +716,7 @@ def test_an_allocator_of_another_shape_is_left_alone(
         def free(self, _slots: object) -> object:
             return NONSENSE
 
-    allocator = plugin.watched_by(Other, wish, None)()
+    allocator = plugin.watched_by(Other, settings, None)()
     told = [record.getMessage() for record in caplog.records]
     assert (allocator.free(None), told) == (
         NONSENSE,

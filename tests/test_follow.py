@@ -1,4 +1,4 @@
-"""The ledger of slots says what the ledger of nodes says, whichever way it enters them."""
+"""A trace is followed call by call, and judged as the script that it was recorded from."""
 
 from __future__ import annotations
 
@@ -12,58 +12,99 @@ import torch
 from hypothesis import given, settings
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check import names
-from swaleak.check.follow import Followed, _parted, follow
-from swaleak.check.player import Player
-from swaleak.check.replay import replay
-from swaleak.script import ops
-from swaleak.script.ops import Op
-from swaleak.script.trace import Header, Line, TraceReader
-from swaleak.sglang import plugin
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker import slot_table
+from swaleak.checker.compare import _complementary
+from swaleak.checker.run import Execution, TraceRun, run_script, run_trace
+from swaleak.live import plugin
+from swaleak.scenario import steps
+from swaleak.scenario.calls import (
+    AllocPages,
+    AllocSwa,
+    FreeSwaPool,
+    GroupBegin,
+    GroupEnd,
+    Header,
+    Line,
+)
+from swaleak.scenario.steps import Step
+from swaleak.targets.driver import Driver
+from swaleak.targets.open import Builtin
+from swaleak.trace.format import TraceReader
+from swaleak.trace.to_scenario import sizes_of
 from tests.test_property import SIZES, scripts
 
 BUILTIN = Builtin("cpu")
 
 
-def recorded(folder: str, page_size: int, script: tuple[Op, ...]) -> list[Header | Line]:
-    class_ = plugin.watched_by(HybridAllocator, plugin.read_wish(f"record:{folder}/t.jsonl"), None)
+def recorded(folder: str, page_size: int, script: tuple[Step, ...]) -> list[Header | Line]:
+    class_ = plugin.watched_by(
+        HybridAllocator, plugin.read_settings(f"record:{folder}/t.jsonl"), None
+    )
     pages = SIZES[page_size].full_pages * page_size
-    player = Player(Driver(class_(pages, pages, page_size, "cpu", STRATEGIES["eager"])))
-    for op in script:
-        player.play(op)
+    execution = Execution(Driver(class_(pages, pages, page_size, "cpu", STRATEGIES["eager"])))
+    for step in script:
+        execution.step(step)
     [path] = Path(folder).glob("t.*.jsonl")
     return list(TraceReader(path))
 
 
-def followed(trace: list[Header | Line], strategy: str, few: int, sweep: int) -> Followed:
-    with mock.patch.multiple(names, FEW=few, SWEEP=sweep):
-        return follow(trace, lambda sizes: BUILTIN.make(strategy, sizes))
+def followed(trace: list[Header | Line], strategy: str, sweep: int) -> TraceRun:
+    with mock.patch.object(slot_table, "SWEEP", sweep):
+        return run_trace(trace, lambda header: BUILTIN.make(strategy, sizes_of(header)))
 
 
 # an adoption clears the giver's mapping by a direct write with no call after it, which no recorder
 # hears: such a script is not what its trace says (SGLang's caches free the giver's slots next)
-RECORDABLE = scripts().filter(lambda drawn: not any(type(op) is ops.Adopt for op in drawn[1]))
+RECORDABLE = scripts().filter(lambda drawn: not any(type(s) is steps.Adopt for s in drawn[1]))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(drawn=RECORDABLE)
 @settings(deadline=None, max_examples=60)
-def test_it_agrees_with_the_ledger_of_nodes(
-    strategy: str, drawn: tuple[int, tuple[Op, ...]]
+def test_a_trace_comes_out_as_its_script(
+    strategy: str, drawn: tuple[int, tuple[Step, ...]]
 ) -> None:
     page_size, script = drawn
-    script = (*script, ops.Group("begin"), ops.Group("end"))  # whatever came last is judged too
+    script = (*script, steps.Group("begin"), steps.Group("end"))  # whatever came last is judged too
     with tempfile.TemporaryDirectory() as folder:
         trace = recorded(folder, page_size, script)
-    run = replay(BUILTIN.make(strategy, SIZES[page_size]), script)
-    ways = [followed(trace, strategy, *way) for way in ((64, 1024), (64, 1), (0, 1024), (0, 1))]
+    run = run_script(BUILTIN.make(strategy, SIZES[page_size]), script)
+    ways = [followed(trace, strategy, sweep) for sweep in (1024, 1)]
+    seen = run.comparison
     assert [(f.verdict, f.last.physical, f.last.mapped) for f in ways if f.last] == [
-        (run.verdict, run.audit.physical, run.audit.mapped)
+        (run.verdict, seen.physical, seen.mapped)
     ] * len(ways)
+    found = [v.kind for v in seen.violations if v.owner is None]
+    for way in ways:
+        assert way.last is not None
+        kinds = [v.kind for v in way.last.violations]
+        assert set(found) <= set(kinds)  # what has an owner in a script is a page in a trace
     assert ways == [ways[0]] * len(ways)
+
+
+def test_one_state_is_judged_alike_by_repro_and_replay() -> None:
+    """Two full pages that map to one SWA page: `shared`, whichever way it is come by."""
+
+    class Sharing(HybridAllocator):
+        def free_group_end(self) -> None:
+            super().free_group_end()
+            self.full_to_swa_index_mapping[8:12] = self.full_to_swa_index_mapping[4:8]
+
+    def make() -> Driver:
+        return Driver(Sharing(16, 16, 4, "cpu", STRATEGIES["eager"]))
+
+    script = [steps.Alloc("a"), steps.Alloc("b"), steps.Group("begin"), steps.Group("end")]
+    trace = [
+        Header(4, 4, 4),
+        *(Line(at + 2, AllocPages(first, first, 4)) for at, first in enumerate((1, 5))),
+        Line(4, GroupBegin()),
+        Line(5, GroupEnd()),
+    ]
+    by_script = {v.kind for v in run_script(make(), script).comparison.violations}
+    last = run_trace(trace, lambda _: make()).last
+    assert last is not None
+    assert by_script == {v.kind for v in last.violations} == {"leak", "lost", "stale", "shared"}
 
 
 PARTS = [
@@ -82,20 +123,22 @@ PARTS = [
 @pytest.mark.parametrize(("free", "whole"), PARTS)
 def test_a_pool_is_used_and_free_pages_and_each_once(free: list[int], whole: bool) -> None:
     used = torch.tensor([1, 0, 2, 0])  # page 0, and page 2 of three
-    assert _parted(used, torch.tensor(free, dtype=torch.int64)) is whole
+    assert _complementary(used, torch.tensor(free, dtype=torch.int64)) is whole
 
 
-HICACHE = [Header(1, 4, 4), Line(2, "begin", {}), Line(3, "alloc_swa", {"swa": 1, "n": 2})]
-GONE = Line(4, "free_swa_pool", {"swa": [[1, 2]]})
-END = Line(5, "end", {"physical": 0, "mapped": 0})
+HICACHE = [Header(1, 4, 4), Line(2, GroupBegin()), Line(3, AllocSwa(1, 2))]
+GONE = Line(4, FreeSwaPool(((1, 2),)))
+END = Line(5, GroupEnd(0, 0))
 
 
 def test_slots_for_a_load_that_never_came_are_nobodys_when_they_are_given_back() -> None:
-    seen = follow([*HICACHE, GONE, END], lambda sizes: BUILTIN.make("barrier", sizes))
+    seen = run_trace(
+        [*HICACHE, GONE, END], lambda header: BUILTIN.make("barrier", sizes_of(header))
+    )
     assert (seen.verdict, seen.differ, seen.last.physical, seen.last.mapped) == ("clean", 0, 0, 0)
 
 
-def tampered(tamper: Callable[[HybridAllocator], None]) -> Followed:
+def tampered(tamper: Callable[[HybridAllocator], None]) -> TraceRun:
     """Two nodes of one page each, 1 and 2; somebody has tampered when a group ends."""
 
     class Tampered(HybridAllocator):
@@ -103,13 +146,13 @@ def tampered(tamper: Callable[[HybridAllocator], None]) -> Followed:
             super().free_group_end()
             tamper(self)
 
-    def make(sizes: Sizes) -> Driver:
-        slots = sizes.full_pages * sizes.page_size
-        return Driver(Tampered(slots, slots, sizes.page_size, "cpu", STRATEGIES["barrier"]))
+    def make(header: Header) -> Driver:
+        slots = header.full_pages * header.page_size
+        return Driver(Tampered(slots, slots, header.page_size, "cpu", STRATEGIES["barrier"]))
 
-    node, other = ({"full": first, "swa": first, "n": 4} for first in (1, 5))
-    trace = [Line(2, "alloc_both", node), Line(3, "alloc_both", other), Line(4, "begin", {})]
-    return follow([Header(4, 4, 4), *trace, Line(5, "end", {"physical": 2, "mapped": 2})], make)
+    node, other = (AllocPages(first, first, 4) for first in (1, 5))
+    trace = [Line(2, node), Line(3, other), Line(4, GroupBegin())]
+    return run_trace([Header(4, 4, 4), *trace, Line(5, GroupEnd(2, 2))], make)
 
 
 def list_(pool: str, pages: list[int]) -> Callable[[HybridAllocator], None]:
@@ -138,8 +181,8 @@ TAMPERED = [
     (list_("full", [3, 4, -1]), 2, 2, [("reserved", "full", (-1,))]),
     (list_("swa", [3, 4, 10**12]), 2, 2, [("reserved", "swa", (10**12,))]),
     (write(4, 0), 2, 2, [("lost", "full", (1,))]),
-    (write(4, 8), 2, 2, [("lost", "full", (1,)), ("stale", "full", (1,))]),
-    (write(12, 8), 2, 2, [("stale", "full", (3,))]),
+    (write(4, 8), 2, 2, [("shared", "swa", (2,)), ("misaligned", "full", (1,))]),
+    (write(12, 8), 2, 2, [("stale", "full", (3,)), ("shared", "swa", (2,))]),
     (write(12, -5), 2, 2, [("stale", "full", (3,))]),
     (write(12, 10**12), 2, 2, [("stale", "full", (3,))]),
     (write(12, 13), 2, 3, [("stale", "full", (3,)), ("dangling", "swa", (3,))]),
@@ -177,10 +220,10 @@ def test_a_long_list_of_pages_is_told_whole() -> None:
             super().free_group_end()
             tamper(self)
 
-    def make(sizes: Sizes) -> Driver:
+    def make(header: Header) -> Driver:
         return Driver(Tampered(100, 100, 1, "cpu", STRATEGIES["barrier"]))
 
-    end = Line(3, "end", {"physical": 0, "mapped": 0})
-    seen = follow([Header(1, 100, 100), Line(2, "begin", {}), end], make)
+    end = Line(3, GroupEnd(0, 0))
+    seen = run_trace([Header(1, 100, 100), Line(2, GroupBegin()), end], make)
     assert seen.last is not None
     assert [v.pages for v in seen.last.violations] == [tuple(range(1, 101))]

@@ -21,16 +21,17 @@ COMPARE = """
 import sys
 import torch
 from pathlib import Path
-from swaleak.sglang import loader, shims, source
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
+from swaleak.targets import shims, sources
+from swaleak.targets.driver import Driver, Sizes
+from swaleak.targets.loader import ModuleLoader
+from swaleak.targets.open import Builtin
 from tests.test_loader import grow
 
-importer = loader._Importer(source.from_wheel(Path(sys.argv[1])), "cpu")
-importer.triton = True
-class_ = importer.module(f"{loader.PACKAGE}.swa").SWATokenToKVPoolAllocator
-[kernels] = [m for name, m in importer.modules.items() if hasattr(m, "alloc_extend_kernel")
-             and not name.startswith(loader.PACKAGE)]
+modules = ModuleLoader(sources.from_wheel(Path(sys.argv[1])), "cpu")
+modules.triton = True
+class_ = modules.allocator_class
+files = {getattr(m, "__file__", ""): m for m in modules.modules.values()}
+[kernels] = [m for file, m in files.items() if file.endswith(sources.KERNELS)]
 assert "Interpreted" in type(kernels.alloc_extend_kernel).__name__
 for size in (4, 16):
     for seed in range(3):

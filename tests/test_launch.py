@@ -17,12 +17,12 @@ from tests.conftest import ROOT, Cli
 # stands for a server: it records, and needs a second to shut down once it is told to
 SERVER = """
 import os, signal, sys, time
-from swaleak.script.trace import Header, TraceWriter
-from swaleak.sglang.plugin import read_wish
+from swaleak.trace.format import Header, TraceWriter
+from swaleak.live.plugin import read_settings
 told = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: told.append(number))
-TraceWriter(read_wish(os.environ["SWALEAK"]).record).start(Header(1, 8, 8))
+TraceWriter(read_settings(os.environ["SWALEAK"]).record).start(Header(1, 8, 8))
 print("ready", flush=True)
 while not told:
     signal.pause()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,95 +13,202 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.pool import new_pages
-from swaleak.allocator.strategy import Eager
-from swaleak.check.case import run_case
-from swaleak.errors import TargetError
-from swaleak.script import catalogue as scenarios
-from swaleak.sglang import source
-from swaleak.sglang.adapter import Driver
-from swaleak.sglang.loader import load
-from swaleak.sglang.release import RELEASES
-from swaleak.target import Sizes, open_target
-from tests.conftest import USER_CLASS, sglang, wheel
+from swaleak.allocator.page_pool import new_pages
+from swaleak.allocator.strategies import Eager
+from swaleak.checker.case import run_case
+from swaleak.errors import StandInError, TargetError
+from swaleak.scenario import catalogue as scenarios
+from swaleak.targets import sources
+from swaleak.targets.driver import Driver, Sizes
+from swaleak.targets.loader import ModuleLoader
+from swaleak.targets.open import open_target
+from swaleak.targets.sources import ALLOCATOR, RELEASES
+from tests.conftest import USER_CLASS, sglang, unpack, wheel
+
+
+def class_of(tree: sources.SourceTree) -> type:
+    return ModuleLoader(tree, "cpu").allocator_class
 
 
 @pytest.mark.wheels
 def test_sys_modules_is_left_alone_and_two_releases_live_side_by_side() -> None:
     before = dict(sys.modules)
-    old, new = (load(source.from_wheel(wheel(v)), "cpu") for v in ("0.5.18", "0.5.19"))
+    old, new = (class_of(sources.from_wheel(wheel(v))) for v in ("0.5.18", "0.5.19"))
     assert not [name for name in sys.modules if name.split(".")[0] == "sglang"]
     assert {k: v for k, v in sys.modules.items() if k in before} == before
     assert (hasattr(old, "free_full"), hasattr(new, "free_full")) == (False, True)
-
-
-def unpack(version: str, into: Path, below: str) -> Path:
-    """Unpack the allocator sources of a wheel the way a checkout has them."""
-    with zipfile.ZipFile(wheel(version)) as archive:
-        for name in archive.namelist():
-            if name.startswith(source.ALLOCATOR) and name.endswith(".py"):
-                file = into / below / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(archive.read(name))
-    return into
 
 
 @pytest.mark.wheels
 @pytest.mark.parametrize("below", ["python", "."])
 def test_a_checkout_has_either_root(below: str, tmp_path: Path) -> None:
     target = open_target(str(unpack("0.5.18", tmp_path, below)), "cpu")
-    assert (target.name, target.version, target.ships) == (
-        f"sglang at {tmp_path}",
-        None,
-        "deferred",
-    )
+    assert (target.version, target.ships) == ("0.5.18", "deferred")
 
 
 @pytest.mark.wheels
-def test_a_hostile_wheel_runs_nothing_but_the_allocator(tmp_path: Path) -> None:
+def test_a_hostile_tree_runs_nothing_but_allocator_and_caches(tmp_path: Path) -> None:
+    """Not its packages, not its helpers as a whole, no storage, no `.pth`, no build script."""
     hostile, mark = tmp_path / "sglang-0.5.18-py3-none-any.whl", tmp_path / "ran"
     bomb = f"open({str(mark)!r}, 'w').close()\n"
     with zipfile.ZipFile(wheel("0.5.18")) as real, zipfile.ZipFile(hostile, "w") as wheel_:
-        for name in real.namelist():
-            if name.startswith(source.ALLOCATOR):
-                wheel_.writestr(name, real.read(name))
-        names = ["sglang/__init__.py", "sglang/srt/__init__.py", "sglang/srt/mem_cache/__init__.py"]
-        names += ["sglang/srt/utils/__init__.py", "sglang/version.py", "setup.py", "evil.pth"]
-        for name in [*names, "../escaped.py", "/absolute.py", f"{source.ALLOCATOR}/../up.py"]:
-            wheel_.writestr(name, bomb)
+        names = ["setup.py", "evil.pth", "../escaped.py", "/absolute.py", f"{ALLOCATOR}/../up.py"]
+        for name in [*names, *(n for n in real.namelist() if n.endswith(".py"))]:
+            text = b"" if name in names else real.read(name)
+            runs = sources.is_read(name) and not name.startswith("sglang/srt/utils/")
+            wheel_.writestr(name, text if runs else bomb.encode() + text)
+        for name in ("storage/a", "rust_tree_core/b", "__init__", "../__init__", "../../__init__"):
+            wheel_.writestr(f"sglang/srt/mem_cache/{name}.py", bomb)
     before = {path for path in tmp_path.parent.rglob("*") if path != mark}
     target = open_target(str(hostile), "cpu")
     target.make("barrier", Sizes(4, 4, 1))
+    for cache in ("swa", "unified"):
+        target.caches.make(cache, "barrier", Sizes(4, 4, 1), 1)
     assert (target.ships, mark.exists()) == ("deferred", False)
     assert set(tmp_path.parent.rglob("*")) == before
 
 
-def test_a_name_that_is_missing_is_said(tmp_path: Path) -> None:
-    folder = tmp_path / source.ALLOCATOR
-    folder.mkdir(parents=True)
-    said = {}
-    for text in (
-        "from sglang.srt.utils import is_npu, is_moon",
-        "from sglang.srt.nowhere import thing",
-        "import sglang.srt.utils",
-        "import not_installed_here",
-        "raise ValueError('two\\nlines')",
-        "x = 1",
-    ):
-        (folder / "swa.py").write_text(text)
+NEEDS = {  # the text of swa.py -> why it cannot be loaded
+    "from sglang.srt.utils import is_npu, is_moon": (
+        "ImportError: cannot import name 'is_moon' from 'sglang.srt.utils' (unknown location)"
+    ),
+    "from sglang.srt.nowhere import a": "ModuleNotFoundError: No module named 'sglang.srt.nowhere'",
+    "from sglang.srt.utils import *": (
+        "ImportError: from sglang.srt.utils import *, which swaleak does not run"
+    ),
+    "import not_installed_here": "ModuleNotFoundError: No module named 'not_installed_here'",
+    "raise ValueError('two\\nlines')": "ValueError: two lines",
+    "from sglang.srt.other import f\n@f\ndef g(): ...": (
+        "it uses sglang.srt.other.f, which swaleak does not provide"
+    ),
+    "from sglang.srt.other import C\nclass D(C): ...": (
+        "it uses sglang.srt.other.C, which swaleak does not provide"
+    ),
+}
+
+
+def tree_of(folder: Path, text: str) -> sources.SourceTree:
+    """Return a tree with this allocator, some helpers, and a module that nobody runs."""
+    files = {
+        f"{ALLOCATOR}/swa.py": text,
+        "sglang/__init__.py": "raise SystemError('ran')\n",
+        "sglang/srt/utils/__init__.py": "from sglang.srt.utils.common import *\n",
+        "sglang/srt/utils/common.py": HELPERS,
+        "sglang/srt/other.py": "raise SystemError('ran')\n",
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return sources.from_folder(folder)
+
+
+HELPERS = """
+import functools
+import a_library_that_is_not_there
+raise SystemError("ran")
+
+LIMIT: int = 2 * 21
+
+def double(x: "Unknown") -> int:
+    return 2 * x
+
+@functools.lru_cache
+def ceil_halves(x):
+    return min(LIMIT, double(-(-x // 4)))
+
+def far():
+    return a_library_that_is_not_there.answer()
+"""
+
+
+@pytest.mark.parametrize("text", NEEDS)
+def test_what_is_missing_is_said(text: str, tmp_path: Path) -> None:
+    with pytest.raises(TargetError) as caught:
+        class_of(tree_of(tmp_path, text))
+    where = f"sglang at {tmp_path}: {ALLOCATOR}/swa.py"
+    assert str(caught.value) == f"{where} cannot be loaded: {NEEDS[text]}"
+
+
+def test_no_class_and_no_syntax(tmp_path: Path) -> None:
+    said = []
+    for text in ("x = 1", "x = 1\ndef"):
         with pytest.raises(TargetError) as caught:
-            load(source.from_folder(tmp_path), "cpu")
-        said[text] = str(caught.value).removeprefix(f"sglang at {tmp_path}: ")
-    needs = "its allocator needs {}which swaleak does not provide"
-    where = f"{source.ALLOCATOR}/swa.py"
-    assert list(said.values()) == [
-        needs.format("sglang.srt.utils.is_moon "),
-        needs.format("sglang.srt.nowhere "),
-        needs.format("sglang.srt.utils, imported whole, "),
-        f"{where} cannot be loaded: ModuleNotFoundError: No module named 'not_installed_here'",
-        f"{where} cannot be loaded: ValueError: two lines",
-        f"{where} has no class SWATokenToKVPoolAllocator",
-    ]
+            class_of(tree_of(tmp_path, text))
+        said.append(str(caught.value).removeprefix(f"sglang at {tmp_path}: {ALLOCATOR}/swa.py"))
+    assert said == [" has no class SWATokenToKVPoolAllocator", ":2: invalid syntax"]
+
+
+def namespace(folder: Path, text: str) -> dict:
+    return vars(
+        ModuleLoader(tree_of(folder, text), "cpu").module(f"{ALLOCATOR.replace('/', '.')}.swa")
+    )
+
+
+def test_one_definition_of_a_helper_runs_without_its_file(tmp_path: Path) -> None:
+    text = "from sglang.srt.utils import ceil_halves, far\nimport sglang.srt.utils.common as c"
+    found = namespace(tmp_path, text)
+    assert [found["ceil_halves"](n) for n in (1, 9, 1000)] == [2, 6, 42]
+    assert found["c"].ceil_halves is found["ceil_halves"]
+    with pytest.raises(StandInError, match=r"common\.a_library_that_is_not_there"):
+        found["far"]()
+
+
+def test_a_patched_helper_takes_the_place_of_a_shim(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path, "from sglang.srt.utils import next_power_of_2 as f")
+    mine = tree.files | {"sglang/srt/utils/common.py": "def next_power_of_2(n): return 'mine'"}
+    swa = f"{ALLOCATOR.replace('/', '.')}.swa"
+    patched = replace(tree, files=mine, patched=frozenset({"sglang/srt/utils/common.py"}))
+    found = [ModuleLoader(one, "cpu").module(swa).f(5) for one in (tree, patched)]
+    assert found == [8, "mine"]
+
+
+USES = {
+    "called": lambda x: x(),
+    "an attribute called": lambda x: x.y.z(1),
+    "iterated": list,
+    "compared": lambda x: x == 1,
+    "ordered": lambda x: x < 1,
+    "asked whether it is true": bool,
+    "asked for its length": len,
+    "subclassed": lambda x: type("C", (x,), {}) if isinstance(x, type) else _subclass(x),
+    "added to": lambda x: 1 + x,
+    "an index": lambda x: [1, 2][x],
+    "written to": lambda x: x.__setitem__(0, 1),
+}
+
+
+def _subclass(base: object) -> object:
+    class Sub(base):  # type: ignore[misc, valid-type]
+        pass
+
+    return Sub
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_placeholder_that_is_used_names_itself(use: str, tmp_path: Path) -> None:
+    thing = namespace(tmp_path, "from sglang.srt.other import thing")["thing"]
+    with pytest.raises(StandInError, match=r"^it uses sglang\.srt\.other\.thing"):
+        USES[use](thing)
+
+
+def test_a_placeholder_may_be_held_named_and_asked_for_instances(tmp_path: Path) -> None:
+    text = """
+from typing import Optional, Union
+from dataclasses import dataclass
+from sglang.srt.other import A, B, C
+@dataclass
+class D:
+    a: A = A.DEFAULT
+    b: "A | None" = None
+kinds = {A.ONE: 1, A.TWO: 2}[A.TWO]
+def f(x: Optional[A], y: A | None, z: Union[B, int], u: dict[C, A]) -> A: ...
+answers = isinstance(1, B), isinstance(1, (B, int)), issubclass(int, C)
+"""
+    loader = ModuleLoader(tree_of(tmp_path, text), "cpu")
+    found = vars(loader.module(f"{ALLOCATOR.replace('/', '.')}.swa"))
+    assert (found["kinds"], found["answers"]) == (2, (False, True, False))
+    assert loader.touched == {f"sglang.srt.other.{name}" for name in "ABC"}
+    assert loader.stand_ins == {f"sglang.srt.other.{name}": "placeholder" for name in "ABC"}
 
 
 def grow(driver: Driver, seed: int) -> list[list[int]]:
@@ -176,7 +284,7 @@ def test_a_class_of_the_users(strategy: str, verdict: str, tmp_path: Path, monke
 
 
 def test_a_folder_called_sglang_is_no_installed_one(tmp_path: Path, monkeypatch) -> None:
-    there = source.is_installed()
+    there = sources.is_installed()
     (tmp_path / "sglang" / "python").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert source.is_installed() == there
+    assert sources.is_installed() == there

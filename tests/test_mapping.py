@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swaleak.allocator.mapping import GuardedMapping, guarded, plain
-from swaleak.target import Builtin, Sizes, Target
+from swaleak.allocator.write_guard import GuardedMapping, guarded, plain
+from swaleak.targets.open import Builtin, Sizes, Target
 from tests.conftest import sglang
 
 AT = torch.tensor([1, 2])
@@ -54,6 +54,10 @@ WRITES: list[Callable[[torch.Tensor], object]] = [
     lambda m: m.split(2)[1].fill_(7),
     lambda m: m.unbind()[1].fill_(7),
     by_torch_function,
+    lambda m: torch.index_put_(input=m, indices=(AT,), values=SEVEN),
+    lambda m: torch.ops.aten.fill_.Scalar(self=m, value=7),
+    lambda m: torch._foreach_add_(self=[m], scalar=7),
+    lambda m: torch.narrow(input=m, dim=0, start=1, length=2).fill_(7),
     by_operator_overload,
     by_out,
     by_foreach,
@@ -108,7 +112,7 @@ def direct_write_first(target: Target, page_size: int) -> tuple[int, list[int], 
     Returns how many SWA slots became free, and the mapping of two nodes afterwards.
     """
     driver = target.make("barrier", Sizes(4, 4, page_size))
-    node, other = driver.alloc(1), driver.alloc(1)
+    node, other = driver.alloc_pages(page_size), driver.alloc_pages(page_size)
     assert node is not None and other is not None
     before = driver.swa_pool.available_size()
     driver.group_begin()

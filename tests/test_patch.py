@@ -14,14 +14,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swaleak.script import catalogue
-from swaleak.script.scenario import Scenario
-from swaleak.script.write import to_toml
-from swaleak.sglang import loader
-from swaleak.sglang.patch import split
-from swaleak.sglang.source import ALLOCATOR, SourceTree
-from swaleak.target import names
-from tests.conftest import Cli, wheel
+from swaleak.checker.case import run_case
+from swaleak.errors import StandInError, UsageError
+from swaleak.scenario import catalogue
+from swaleak.scenario.toml import Scenario, to_toml
+from swaleak.targets import open as targets
+from swaleak.targets.loader import ModuleLoader
+from swaleak.targets.open import open_target, open_targets
+from swaleak.targets.patch import split
+from swaleak.targets.sources import ALLOCATOR, MEM_CACHE, SourceTree, is_read
+from tests.conftest import GIT, Cli, unpack, wheel
 
 SWA = f"{ALLOCATOR}/swa.py"
 ELSEWHERE = """\
@@ -36,13 +38,9 @@ diff --git a/docs/notes.md b/docs/notes.md
 
 
 def sources(version: str) -> dict[str, str]:
-    """Return the allocator sources of a release: path -> text."""
+    """Return what is read of a release: path -> text."""
     with zipfile.ZipFile(wheel(version)) as archive:
-        return {
-            name: archive.read(name).decode()
-            for name in archive.namelist()
-            if name.startswith(ALLOCATOR) and name.endswith(".py")
-        }
+        return {name: archive.read(name).decode() for name in archive.namelist() if is_read(name)}
 
 
 def fixed(text: str) -> str:
@@ -53,11 +51,11 @@ def fixed(text: str) -> str:
     return head + "    def free_swa(" + tail.replace(held, "False", 1)
 
 
-def diff(old: str, new: str, prefix: str) -> str:
+def diff(old: str, new: str, prefix: str, path: str = SWA, context: int = 3) -> str:
     lines = (text.splitlines(keepends=True) for text in (old, new))
-    names = (f"{side}/{prefix}{SWA}" for side in "ab")
-    return f"diff --git a/{prefix}{SWA} b/{prefix}{SWA}\n" + "".join(
-        difflib.unified_diff(*lines, *names)
+    names = (f"{side}/{prefix}{path}" for side in "ab")
+    return f"diff --git a/{prefix}{path} b/{prefix}{path}\n" + "".join(
+        difflib.unified_diff(*lines, *names, n=context)
     )
 
 
@@ -73,8 +71,8 @@ def test_a_fix_passes_the_gate_beside_what_it_mends(fix: str, cli: Cli, tmp_path
     patch.write_text(f"From: someone\nSubject: [PATCH] --- a fix\n\n{ELSEWHERE}{fix}")
     answer = cli("check", wheel("0.5.18"), "--patch", patch)
     assert answer.code == 0
-    assert "tombstone-recovery         2/1 leak   ok 2/2" in answer.out
-    assert "left out, not in the allocator package: docs/notes.md" in answer.out
+    assert "tombstone-recovery            2/1 leak   ok 2/2 fixed" in answer.out
+    assert "left out of the patch, not run here: docs/notes.md" in answer.out
     results = json.loads(cli("check", wheel("0.5.18"), "--patch", patch, "-f", "json").out)
     origins = {(r["target"], r["origin"]) for r in results["results"]}
     assert origins == {("sglang 0.5.18", "shipped"), ("sglang 0.5.18 + fix.diff", "patched")}
@@ -109,9 +107,9 @@ def test_a_mark_in_a_patched_column_and_no_strategy_that_a_patch_ships(
     (tmp_path / "nop.diff").write_text(diff(text, f"# changed\n{text}", "python/"))
     said = cli("check", wheel("0.5.18"), "--patch", tmp_path / "nop.diff").out
     assert [line for line in said.splitlines() if line.lstrip().startswith("!")] == [
-        "! as patched: not clean, nor refused misuse, whatever is known of it as shipped.",
+        "! as patched: neither clean nor refused as misuse; known faults excuse no patch.",
     ]
-    assert ("tombstone-recovery         2/1 leak   !2/1 leak" in said, said.count("ships")) == (
+    assert ("tombstone-recovery            2/1 leak   !2/1 leak" in said, said.count("ships")) == (
         True,
         1,
     )
@@ -123,7 +121,7 @@ ROWS = {
     ("barrier",): [
         "barrier    grafted",
         "barrier    on patched",
-        "barrier on patched: swaleak's frees stand in for the patched ones",
+        "barrier on patched: swaleak's frees replace the patched",
     ],
 }
 
@@ -152,11 +150,11 @@ def test_explore_loads_the_patched_sources_and_no_others(
     patch.write_text(fix)
     loaded: list[str] = []
 
-    def load(tree: SourceTree, device: str) -> type:
+    def load(tree: SourceTree, device: str) -> ModuleLoader:
         loaded.append(tree.label)
-        return loader.load(tree, device)
+        return ModuleLoader(tree, device)
 
-    monkeypatch.setattr(names, "load", load)
+    monkeypatch.setattr(targets, "ModuleLoader", load)
     answer = cli("explore", "--on", wheel("0.5.18"), "--patch", patch, "--depth", "6")
     assert (answer.code, loaded) == (0, ["sglang 0.5.18 + fix.diff"])
     assert "\npatched, page size 1, production contract\n" in answer.out
@@ -231,7 +229,7 @@ def test_files_left_out_are_one_line(fix: str, cli: Cli, tmp_path: Path) -> None
     (tmp_path / "fix.diff").write_text(others + fix)
     call = ("repro", "--on", wheel("0.5.18"), "--patch", tmp_path / "fix.diff", "-f", "markdown")
     assert [line for line in cli(*call).out.splitlines() if "notes" in line] == [
-        "- left out, not in the allocator package: 69 files, docs/notes0.md, docs/notes1.md, "
+        "- left out of the patch, not run here: 69 files, docs/notes0.md, docs/notes1.md, "
         "docs/notes2.md and so on"
     ]
 
@@ -245,8 +243,8 @@ def test_what_does_not_apply_is_one_line(fix: str, cli: Cli, tmp_path: Path) -> 
     hunk = fix.split("@@ -")[1].split(",")[0]
     said = {
         "fix.diff": f"the hunk at {SWA}:{hunk} does not apply to sglang 0.5.19",
-        "else.diff": f"no hunk of it changes {ALLOCATOR}/",
-        "torn.diff": f"python/{SWA}: corrupt patch",
+        "else.diff": f"no hunk of it changes {MEM_CACHE}/",
+        "torn.diff": f"python/{SWA}: corrupt patch, the hunk @@ -",
     }
     for name, message in said.items():
         answer = cli("check", wheel("0.5.19"), "--patch", tmp_path / name)
@@ -262,13 +260,214 @@ def test_a_changed_line_is_never_taken_for_a_header() -> None:
         "--- a/one.sql\n+++ b/one.sql\n@@ -1,2 +1,2 @@\n--- old comment\n+++ new comment\n same\n"
         "--- a/two.sql\t2026-01-01\n+++ b/two.sql\t2026-01-02\n@@ -1 +1 @@\n-a\n+b\n"
     )
-    assert [(part.path, part.strip) for part in split(text)] == [
-        ("b/one.sql", -1),
-        ("b/two.sql", -1),
+    assert [(part.new, len(part.hunks)) for part in split(text, "x.diff")] == [
+        ("b/one.sql", 1),
+        ("b/two.sql", 1),
     ]
 
 
-GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+def outcome(patch: str, version: str = "0.5.18", **more: str) -> str:
+    """Return what tombstone-recovery comes to when a patch is applied."""
+    target = open_target(str(wheel(version)), "cpu", [patch])
+    return run_case(catalogue.load("tombstone-recovery"), target, "shipped", 4).verdict
+
+
+def coloured(patch: str) -> str:
+    """As `git diff --color=always` prints it."""
+    colours = {"-": 31, "+": 32, "@": 36, "d": 1}
+    return "".join(
+        f"\x1b[{colours[line[0]]}m{line}\x1b[m\n" if line[:1] in colours else f"{line}\n"
+        for line in patch.splitlines()
+    )
+
+
+def bare(patch: str, old: str, new: str) -> str:
+    """As `diff -u` prints it, which writes the time behind each name."""
+    body = patch.split("\n@@ ", 1)[1]
+    return f"--- {old}\t2026-01-01 00:00:00\n+++ {new}\t2026-01-02 00:00:00\n@@ {body}"
+
+
+FORMS = {
+    "git": lambda old, new: diff(old, new, "python/"),
+    "no prefix": lambda old, new: diff(old, new, "python/").replace("a/python", "python"),
+    "-U0": lambda old, new: diff(old, new, "python/", context=0),
+    "coloured": lambda old, new: coloured(diff(old, new, "python/")),
+    "coloured -U0": lambda old, new: coloured(diff(old, new, "", context=0)),
+    "orig": lambda old, new: bare(diff(old, new, ""), "swa.py.orig", "swa.py"),
+    "another folder": lambda old, new: bare(diff(old, new, ""), "/tmp/swa.py", "swa_mine.py"),
+    "by content": lambda old, new: bare(diff(old, new, ""), "old.py", "new.py"),
+    "a whole path": lambda old, new: bare(diff(old, new, ""), f"x/{SWA}.old", f"y/{SWA}"),
+    "-U0, no path": lambda old, new: bare(diff(old, new, "", context=0), "swa.py~", "swa.py"),
+}
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_diff_applies(form: str, tmp_path: Path) -> None:
+    old = sources("0.5.18")[SWA]
+    (tmp_path / "fix.diff").write_text(FORMS[form](old, fixed(old)))
+    assert outcome(str(tmp_path / "fix.diff")) == "clean"
+
+
+REFUSED = {  # what is wrong -> a diff from the sources of 0.5.18, and why 0.5.19 refuses it
+    "-U0": (
+        lambda old: diff(old, fixed(old), "python/", context=0),
+        f"the hunk at {SWA}:\\d+ does not apply to sglang 0.5.19",
+    ),
+    "-U0 that only adds": (
+        lambda old: diff(old, f"# a\n{old}", "", context=0).replace(
+            "--- a", "index abc123..0\n--- a"
+        ),
+        f"the hunk at {SWA}:0 does not apply to sglang 0.5.19",
+    ),
+    "by content": (
+        lambda old: bare(diff(old, fixed(old), ""), "old.py", "new.py"),
+        f"no hunk of it changes {MEM_CACHE}/",
+    ),
+    "many files": (
+        lambda old: "--- old\n+++ new\n@@ -1 +1 @@\n-from __future__ import annotations\n+x\n",
+        "new can be sglang/.* or sglang/.* or sglang/.*; give it its path in SGLang",
+    ),
+}
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_a_diff_of_other_sources_is_refused(wrong: str, tmp_path: Path) -> None:
+    """Without context only a line number says where a hunk goes."""
+    make, said = REFUSED[wrong]
+    (tmp_path / "fix.diff").write_text(make(sources("0.5.18")[SWA]))
+    with pytest.raises(UsageError, match=f"^{tmp_path}/fix.diff: {said}$"):
+        outcome(str(tmp_path / "fix.diff"), "0.5.19")
+
+
+HELPER = "def pages_of(tokens, size):\n    return -(-tokens // size)\n"
+NEW_MODULES = {  # the lines that a patch puts on top of swa.py -> files that it makes
+    "from sglang.srt.utils.common import ceil_div\nassert ceil_div(5, 4) == 2": {},
+    "from sglang.srt.environ import envs\nassert envs.SGLANG_IS_IN_CI.get() in (True, False)": {},
+    "from sglang.srt.utils.page_math import pages_of\nassert pages_of(5, 4) == 2": {
+        "sglang/srt/utils/page_math.py": HELPER
+    },
+    "from sglang.srt.swa import math\nassert math.pages_of(5, 4) == 2": {
+        "sglang/srt/swa/__init__.py": "from .math import pages_of\n",
+        "sglang/srt/swa/math.py": HELPER,
+    },
+    "from .page_math import pages_of\nassert pages_of(5, 4) == 2": {
+        f"{ALLOCATOR}/page_math.py": HELPER
+    },
+}
+
+
+def made(path: str, text: str) -> str:
+    lines = "".join(f"+{line}\n" for line in text.splitlines())
+    return (
+        f"diff --git a/python/{path} b/python/{path}\nnew file mode 100644\n--- /dev/null\n"
+        f"+++ b/python/{path}\n@@ -0,0 +1,{lines.count(chr(10))} @@\n{lines}"
+    )
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("top", NEW_MODULES)
+def test_a_patch_may_bring_modules_and_import_what_no_shim_has(top: str, tmp_path: Path) -> None:
+    files = NEW_MODULES[top]
+    old = sources("0.5.18")[SWA]
+    patch = diff(old, f"{top}\n{fixed(old)}", "python/")
+    patch = "".join(made(path, text) for path, text in files.items()) + patch
+    (tmp_path / "fix.diff").write_text(patch)
+    assert outcome(str(tmp_path / "fix.diff")) == "clean"
+
+
+@pytest.mark.wheels
+def test_a_patched_helper_is_used(tmp_path: Path) -> None:
+    """One that swaleak has a stand-in for, and a new one."""
+    name = "sglang/srt/utils/common.py"
+    helpers = sources("0.5.18")[name]
+    mine = helpers.replace(
+        "def next_power_of_2(", "def mine(n):\n    return 8\n\n\ndef next_power_of_2("
+    )
+    mine = mine.replace(
+        "def next_power_of_2(", "def next_power_of_2(n):\n    return mine(n)\n\n\ndef was("
+    )
+    old = sources("0.5.18")[SWA]
+    top = (
+        "from sglang.srt.utils import mine, next_power_of_2\n"
+        "assert (mine(1), next_power_of_2(1)) == (8, 8)\n"
+    )
+    patch = diff(helpers, mine, "python/", name) + diff(old, f"{top}{fixed(old)}", "python/")
+    (tmp_path / "fix.diff").write_text(patch)
+    assert outcome(str(tmp_path / "fix.diff")) == "clean"
+
+
+@pytest.mark.wheels
+def test_what_a_patch_adds_to_storage_is_not_run(tmp_path: Path) -> None:
+    old = sources("0.5.18")[SWA]
+    top = "from sglang.srt.mem_cache.storage.mine import f\n"
+    patch = made(f"{MEM_CACHE}/storage/mine.py", "raise SystemError\n")
+    (tmp_path / "fix.diff").write_text(patch + diff(old, f"{top}{fixed(old)}", "python/"))
+    target = open_target(str(wheel("0.5.18")), "cpu", [str(tmp_path / "fix.diff")])
+    assert target.notes == (
+        f"left out of the patch, not run here: python/{MEM_CACHE}/storage/mine.py",
+    )
+    assert run_case(catalogue.load("tombstone-recovery"), target, "shipped", 4).verdict == "clean"
+
+
+@pytest.mark.wheels
+def test_a_stand_in_that_a_run_uses_ends_it(tmp_path: Path) -> None:
+    """It is no finding about the candidate, whatever the candidate catches."""
+    old = sources("0.5.18")[SWA]
+    top = "from sglang.srt.server_args import get_it\n"
+    use = "        try:\n            get_it()\n        except Exception:\n            pass\n"
+    name = "    def free_group_end(self):\n"
+    assert name in old
+    (tmp_path / "a.diff").write_text(diff(old, top + old.replace(name, name + use), "python/"))
+    with pytest.raises(StandInError, match=r"^it uses sglang\.srt\.server_args\.get_it, which"):
+        outcome(str(tmp_path / "a.diff"))
+
+
+@pytest.mark.wheels
+def test_one_standard_input_patches_several_targets(
+    fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(fix.encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    copy = unpack("0.5.18", tmp_path)
+    opened = open_targets([str(wheel("0.5.18")), str(copy)], "cpu", ["-"])
+    assert [target.name for target in opened] == [
+        f"sglang 0.5.18{patched} ({source})"
+        for source in (wheel("0.5.18"), copy)
+        for patched in ("", " + patch")
+    ]
+
+
+CACHE_PATCHES = {  # cache -> the file and the call that a patch takes out, scenarios that fail then
+    "swa": (
+        f"{MEM_CACHE}/swa_radix_cache.py",
+        "self.token_to_kv_pool_allocator.free_swa(",
+        {"recovery", "recovery-later", "replace", "two-nodes"},
+    ),
+    "unified": (
+        f"{MEM_CACHE}/unified_cache/components/swa_component.py",
+        "alloc.free_swa(",
+        {"recovery", "recovery-later", "replace", "two-nodes", "steady", "leaf-reused"},
+    ),
+}
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("cache", CACHE_PATCHES)
+def test_a_patch_of_a_cache_is_judged(cache: str, tmp_path: Path) -> None:
+    """Its tombstones keep their SWA pages."""
+    path, call, failing = CACHE_PATCHES[cache]
+    old = sources("0.5.19")[path]
+    assert call in old
+    (tmp_path / "a.diff").write_text(diff(old, old.replace(call, "len("), "python/", path))
+    found = []
+    for patches in (None, [str(tmp_path / "a.diff")]):
+        target = open_target(str(wheel("0.5.19")), "cpu", patches)
+        scripts = [script for script in catalogue.catalogue() if script.caches]
+        cases = [run_case(script, target, "shipped", 4, cache=cache) for script in scripts]
+        found.append({case.scenario.name for case in cases if case.verdict != "clean"})
+    assert found == [set(), {f"tree/{name}:{cache}" for name in failing}]
 
 
 @pytest.mark.wheels

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from swaleak.check.player import Player
-from swaleak.check.replay import Run, replay
+from swaleak.checker.run import Execution, Run, run_script
 from swaleak.errors import ScriptError
-from swaleak.script import ops
-from swaleak.script.ops import Op, Part
-from swaleak.target import Builtin, Sizes, Target
+from swaleak.scenario import steps
+from swaleak.scenario.steps import Step
+from swaleak.targets.driver import Sizes
+from swaleak.targets.open import Builtin, Target
 from tests.conftest import sglang
 
 BUILTIN = Builtin("cpu")
@@ -23,28 +23,40 @@ def bounds() -> st.SearchStrategy[int | None]:
     return st.none() | st.integers(-3, 3)
 
 
-PARTS = st.none() | st.builds(Part, st.sampled_from(["pages", "slots"]), bounds(), bounds())
+FREES = (
+    *(steps.Free, steps.FreeSwa, steps.FreeFull),
+    *(steps.FreeSegment, steps.FreeSwaSegment),
+)
+SLICES = st.builds("{}:{}".format, *2 * [bounds().map(lambda at: "" if at is None else at)])
+PARTS = (
+    st.just({})
+    | SLICES.map(lambda part: {"pages": part})
+    | SLICES.map(lambda part: {"slots": part})
+)
 STEPS = st.one_of(
-    st.builds(ops.Alloc, NAMES, st.integers(1, 3)),
-    st.builds(ops.AllocTail, NAMES, st.just(3), st.integers(0, 3)),
-    *(st.builds(kind, NAMES, PARTS) for kind in ops.FREES),
-    *(st.builds(kind, NAMES, NAMES) for kind in (ops.Recover, ops.Adopt, ops.Replace)),
-    st.builds(ops.LoadBack, NAMES),
-    st.builds(ops.Group, st.sampled_from(["begin", "end"])),
+    st.builds(steps.Alloc, NAMES, st.integers(1, 3)),
+    st.builds(steps.AllocTail, NAMES, st.just(3), st.integers(0, 3)),
+    *(
+        st.builds(lambda kind, name, part: kind(name, **part), st.just(kind), NAMES, PARTS)
+        for kind in FREES
+    ),
+    *(st.builds(kind, NAMES, NAMES) for kind in (steps.Recover, steps.Adopt, steps.Replace)),
+    st.builds(steps.LoadBack, NAMES),
+    st.builds(steps.Group, st.sampled_from(["begin", "end"])),
 )
 
 
-def legal(drawn: list[Op], page_size: int) -> list[Op]:
+def legal(drawn: list[Step], page_size: int) -> list[Step]:
     """Start with three nodes, drop the steps that make no sense, close the group at the end."""
-    player = Player(BUILTIN.make("eager", SIZES[page_size]))
-    script: list[Op] = []
-    for op in [*(ops.Alloc(name) for name in "abc"), *drawn, ops.Group("end")]:
-        if isinstance(op, ops.Group) and (op.edge == "begin") == player.ledger.in_group:
+    execution = Execution(BUILTIN.make("eager", SIZES[page_size]))
+    script: list[Step] = []
+    for op in [*(steps.Alloc(name) for name in "abc"), *drawn, steps.Group("end")]:
+        if isinstance(op, steps.Group) and (op.edge == "begin") == execution.shadow.in_group:
             continue
         if getattr(op, "source", None) == getattr(op, "node", ""):
             continue
         try:
-            player.play(op)
+            execution.step(op)
         except ScriptError:
             continue
         script.append(op)
@@ -52,26 +64,27 @@ def legal(drawn: list[Op], page_size: int) -> list[Op]:
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> tuple[int, tuple[Op, ...]]:
+def scripts(draw: st.DrawFn) -> tuple[int, tuple[Step, ...]]:
     page_size = draw(st.sampled_from(sorted(SIZES)))
     return page_size, tuple(legal(draw(st.lists(STEPS, max_size=24)), page_size))
 
 
-def run(target: Target, strategy: str, page_size: int, script: tuple[Op, ...]) -> Run:
-    return replay(target.make(strategy, SIZES[page_size]), script)
+def run(target: Target, strategy: str, page_size: int, script: tuple[Step, ...]) -> Run:
+    return run_script(target.make(strategy, SIZES[page_size]), script)
 
 
 def ends(
-    target: Target, strategy: str, page_size: int, script: tuple[Op, ...]
+    target: Target, strategy: str, page_size: int, script: tuple[Step, ...]
 ) -> tuple[object, ...]:
     done = run(target, strategy, page_size, script)
-    violations = [str(violation) for violation in done.audit.violations]
-    return done.audit.physical, done.audit.mapped, done.audit.full, done.verdict, violations
+    seen = done.comparison
+    violations = [str(violation) for violation in seen.violations]
+    return seen.physical, seen.mapped, seen.full, done.verdict, violations
 
 
 @given(scripts())
 @settings(deadline=None, max_examples=300)
-def test_the_fixes_end_where_eager_ends(drawn: tuple[int, tuple[Op, ...]]) -> None:
+def test_the_fixes_end_where_eager_ends(drawn: tuple[int, tuple[Step, ...]]) -> None:
     eager = ends(BUILTIN, "eager", *drawn)
     assert eager[3] == "clean"
     assert [ends(BUILTIN, fix, *drawn) for fix in ("enqueue", "barrier")] == [eager, eager]
@@ -80,7 +93,7 @@ def test_the_fixes_end_where_eager_ends(drawn: tuple[int, tuple[Op, ...]]) -> No
 @pytest.mark.wheels
 @given(scripts())
 @settings(deadline=None, max_examples=300)
-def test_so_do_the_fixes_grafted_on_0_5_18(drawn: tuple[int, tuple[Op, ...]]) -> None:
+def test_so_do_the_fixes_grafted_on_0_5_18(drawn: tuple[int, tuple[Step, ...]]) -> None:
     eager = ends(BUILTIN, "eager", *drawn)
     target = sglang("0.5.18")
     grafts = [ends(target, fix, *drawn) for fix in ("eager", "enqueue", "barrier")]
@@ -96,5 +109,5 @@ def test_the_property_can_fail(page_size: int) -> None:
         settings=settings(max_examples=20_000, deadline=None, database=None, derandomize=True),
     )
     kinds = {type(op) for op in script}
-    repoints = {ops.Recover, ops.Adopt, ops.LoadBack}
-    assert {ops.Alloc, ops.Group} < kinds and kinds & repoints and len(script) <= 9
+    repoints = {steps.Recover, steps.Adopt, steps.LoadBack}
+    assert {steps.Alloc, steps.Group} < kinds and kinds & repoints and len(script) <= 9

@@ -1,4 +1,4 @@
-"""The player and its judge: what is a result, what is a mistake of the script's."""
+"""A run and its verdict: what is a result, what is a mistake of the script's."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from swaleak.allocator.hybrid import HybridAllocator
-from swaleak.allocator.strategy import Eager
-from swaleak.check.replay import replay
+from swaleak.allocator.strategies import Eager
+from swaleak.checker.run import run_script
 from swaleak.errors import ScriptError
-from swaleak.script import ops
-from swaleak.script.ops import Op
-from swaleak.sglang.adapter import Driver
-from swaleak.target import Builtin, Sizes
+from swaleak.scenario import steps
+from swaleak.scenario.steps import Step
+from swaleak.targets.driver import Driver, Sizes
+from swaleak.targets.open import Builtin
 
-A, B = ops.Alloc("a"), ops.Alloc("b")
-BEGIN, END = ops.Group("begin"), ops.Group("end")
+A, B = steps.Alloc("a"), steps.Alloc("b")
+BEGIN, END = steps.Group("begin"), steps.Group("end")
 
 
 class Raises(HybridAllocator):
@@ -46,7 +46,7 @@ def hand_out_a_page(a: Raises) -> None:
 
 
 def queue_in_a_list(a: Raises) -> None:
-    a.full_queue.append(torch.tensor([4]))
+    a.strategy.full_queue.append(torch.tensor([4]))
 
 
 def queue_in_a_dict(a: Raises) -> None:
@@ -74,34 +74,34 @@ def open_a_group(a: Raises) -> None:
     ],
 )
 def test_refused_is_what_changes_nothing(damage: Callable[[Raises], None], verdict: str) -> None:
-    run = replay(Driver(Raises(damage)), [A, ops.FreeSwa("a"), B])
+    run = run_script(Driver(Raises(damage)), [A, steps.FreeSwa("a"), B])
     assert (run.verdict, run.failed_at, run.raised) == (verdict, 2, "RuntimeError: no more")
 
 
 @pytest.mark.parametrize(
     ("full_pages", "script", "message"),
     [
-        (2, [A, BEGIN, ops.Free("a"), ops.Alloc("c"), B, ops.Adopt("a", "b")], "no node 'a'"),
-        (8, [A, B, BEGIN, ops.Free("a"), END, ops.Adopt("a", "b")], "no node 'a'"),
+        (2, [A, BEGIN, steps.Free("a"), steps.Alloc("c"), B, steps.Adopt("a", "b")], "no node 'a'"),
+        (8, [A, B, BEGIN, steps.Free("a"), END, steps.Adopt("a", "b")], "no node 'a'"),
         (
             8,
-            [A, B, BEGIN, ops.Free("a"), ops.Adopt("a", "b"), END, ops.Alloc("c")],
-            "the SWA pages of 'a' hang on full slots that are free",
+            [A, B, BEGIN, steps.Free("a"), steps.Adopt("a", "b"), END, steps.Alloc("c")],
+            "the SWA pages of 'a' belong to full slots that are free",
         ),
     ],
 )
-def test_a_script_that_is_at_fault(full_pages: int, script: list[Op], message: str) -> None:
+def test_a_script_that_is_at_fault(full_pages: int, script: list[Step], message: str) -> None:
     with pytest.raises(ScriptError, match=message):
-        replay(Builtin("cpu").make("eager", Sizes(full_pages, 8, 1)), script)
+        run_script(Builtin("cpu").make("eager", Sizes(full_pages, 8, 1)), script)
 
 
 def test_a_pool_that_runs_dry_by_its_own_leak_is_a_leak() -> None:
     sizes = Sizes(8, 3, 4)
-    leaky = [A, B, BEGIN, ops.FreeSwa("a"), ops.Recover("a", "b"), END]
-    more = [*leaky, ops.Alloc("c"), ops.Alloc("d"), ops.Alloc("e")]
+    leaky = [A, B, BEGIN, steps.FreeSwa("a"), steps.Recover("a", "b"), END]
+    more = [*leaky, steps.Alloc("c"), steps.Alloc("d"), steps.Alloc("e")]
     with pytest.raises(ScriptError, match="SWA pool is too small"):
-        replay(Builtin("cpu").make("barrier", sizes), more)
-    run = replay(Builtin("cpu").make("deferred", Sizes(8, 3, 4)), more[:-1])
+        run_script(Builtin("cpu").make("barrier", sizes), more)
+    run = run_script(Builtin("cpu").make("deferred", Sizes(8, 3, 4)), more[:-1])
     assert (run.verdict, run.failed_at) == ("leak", 6)
 
 
@@ -109,19 +109,25 @@ def test_a_pool_that_runs_dry_by_its_own_leak_is_a_leak() -> None:
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_nodes_that_grow(strategy, page_size):
     script = [
-        ops.Extend("a", 3),
-        ops.Decode("a"),
-        ops.Decode("a"),
-        ops.Extend("b", 5),
-        ops.FreeSwa("a"),
-        ops.Recover("a", "b"),
-        ops.Extend("a", page_size),
-        ops.Free("a"),
+        steps.Extend("a", 3),
+        steps.Decode("a"),
+        steps.Decode("a"),
+        steps.Extend("b", 5),
+        steps.FreeSwa("a"),
+        steps.Recover("a", "b"),
+        steps.Extend("a", page_size),
+        steps.Free("a"),
     ]
-    run = replay(Builtin("cpu").make(strategy, Sizes(16, 16, page_size)), script, keep_steps=True)
+    run = run_script(
+        Builtin("cpu").make(strategy, Sizes(16, 16, page_size)), script, keep_steps=True
+    )
     pages = [-(-n // page_size) for n in (3, 4, 5)]
     b = pages[2]
-    assert (run.verdict, run.audit.physical, [s.audit.physical for s in run.steps[:4]]) == (
+    assert (
+        run.verdict,
+        run.comparison.physical,
+        [s.comparison.physical for s in run.steps[:4]],
+    ) == (
         "clean",
         0,
         [*pages, 2 * b],

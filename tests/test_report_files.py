@@ -1,6 +1,7 @@
 """Reports as files: the form is in the ending, and half a file never stays."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,17 +12,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swaleak.check.case import Case, run_case
-from swaleak.check.replay import Run
-from swaleak.errors import UsageError
-from swaleak.report import files
+from swaleak.checker.case import Case, run_case
+from swaleak.checker.compare import Violation
+from swaleak.checker.run import Run
+from swaleak.errors import UsageError, counted, page_list
 from swaleak.report.cases import check_report, repro_report
-from swaleak.report.junit import as_junit
-from swaleak.report.report import About, Report
-from swaleak.report.timeline import INTRO, timeline
-from swaleak.script import catalogue as scenarios
-from swaleak.script.scenario import Outcome
-from swaleak.target import Builtin
+from swaleak.report.model import About, Report, violation_text
+from swaleak.report.page_map import INTRO, page_map
+from swaleak.report.render import FORMATS, as_json, as_junit, as_markdown, as_svg, write
+from swaleak.scenario import catalogue as scenarios
+from swaleak.scenario.toml import Outcome
+from swaleak.targets.open import Builtin
 from tests.conftest import USER_CLASS, Cli
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -72,8 +73,8 @@ def test_the_picture_at_the_top_of_the_readme_is_up_to_date():
     drawn = "".join(ElementTree.fromstring(kept.read_text()).itertext()).replace("\xa0", " ")
     scenario = scenarios.load("tombstone-recovery")
     case = run_case(scenario, Builtin("cpu"), "deferred", 4, keep_steps=True)
-    strip = timeline(case)
-    texts = [strip.moral.text, *strip.lines, INTRO, scenario.story]
+    strip = page_map(case)
+    texts = [strip.sentence.text, *strip.lines, INTRO, scenario.story]
     texts += [cell.text for row in strip.grid.rows for cell in row]
     squeezed = re.sub(r"\s", "", drawn)
     assert [text for text in texts if re.sub(r"\s", "", text) not in squeezed] == []
@@ -93,10 +94,10 @@ def report() -> Report:
     return repro_report(About("header", (), "2", "cpu"), [case])
 
 
-@pytest.mark.parametrize("ending", files.FORMATS)
+@pytest.mark.parametrize("ending", FORMATS)
 def test_endings(ending, tmp_path):
     path = tmp_path / f"report{ending.upper()}"
-    files.write(report(), path)
+    write(report(), path)
     assert (ENDINGS[ending](path.read_text()), list(tmp_path.iterdir())) == (True, [path])
 
 
@@ -125,9 +126,9 @@ def test_an_older_file_stays_whole(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UsageError, match="No space left on device"):
-        files.write(report(), path)
+        write(report(), path)
     assert [(p, p.read_text()) for p in tmp_path.iterdir()] == [(path, "older")]
 
 
@@ -146,8 +147,8 @@ def case_of(target: str, verdict: str, declared: str | None, **more: object) -> 
     scenario = scenarios.load("tombstone-recovery")
     strategy = "deferred" if verdict == "leak" else "eager"
     case = run_case(scenario, Builtin("cpu"), strategy, 4)
-    run = Run(verdict, case.run.audit, failed_at=7, **more)
-    outcome = Outcome(declared) if declared else None
+    run = Run(verdict, case.run.comparison, failed_at=7, **more)
+    outcome = Outcome(declared or "clean")
     return Case(scenario, target, strategy, "shipped", 4, run, outcome, None)
 
 
@@ -171,7 +172,7 @@ SUITES = {
     ),
     "check: only misuse may be refused": (
         check_report(
-            ABOUT, [case_of("a", "refused", None), latent(case_of("b", "refused", None))], 0
+            ABOUT, [case_of("a", "refused", None), latent(case_of("b", "refused", None))], {}
         ),
         [("a", "1", "1", "0"), ("b", "1", "0", "0")],
     ),
@@ -179,13 +180,15 @@ SUITES = {
         check_report(
             ABOUT,
             [case_of("a", "leak", "leak"), case_of("b", "error", None, raised="E: \x00 & <b>")],
-            0,
+            {},
         ),
         [("a", "1", "1", "0"), ("b", "1", "1", "0")],
     ),
     "check: what a patch mends fails in the baseline only": (
         check_report(
-            PATCHED, [case_of("a", "leak", "leak"), case_of("a + b.diff", "clean", "clean")], 0
+            PATCHED,
+            [case_of("a", "leak", "leak"), case_of("a + b.diff", "clean", "clean")],
+            {"a + b.diff": "a"},
         ),
         [(BASELINE, "1", "0", "1"), ("a + b.diff", "1", "0", "0")],
     ),
@@ -208,7 +211,7 @@ def test_junit(name):
     told = [f.text.splitlines()[0] for f in root.iter("failure")]
     assert (suites, named, totals, told) == (
         expected,
-        [("tombstone-recovery", True)] * len(report.cases),
+        [("tombstone-recovery", True)] * len(report.tests),
         tuple(str(sum(int(suite[i]) for suite in expected)) for i in (1, 2)),
         ["A tombstone is recovered while its free is still queued"] * int(totals[1]),
     )
@@ -216,15 +219,89 @@ def test_junit(name):
 
 
 def test_a_failure_in_junit_says_who_lost_what():
-    text = as_junit(check_report(ABOUT, [case_of("a", "leak", None)], 0))
+    text = as_junit(check_report(ABOUT, [case_of("a", "leak", None)], {}))
     (failure,) = ElementTree.fromstring(text.encode()).iter("failure")
     assert (failure.attrib, failure.text.splitlines()[1:]) == (
         {"type": "leak", "message": "leak, 2 physical and 1 mapped SWA pages"},
         [
-            "declared: clean; came out: leak",
             "deferred: from step 7: SWA page 2 leaked; node lost the SWA side of its page 0",
+            "deferred: leak (MISMATCH: declared clean)",
         ],
     )
+
+
+def test_what_healed_is_one_line_per_step_beside_what_still_holds():
+    case = case_of("a", "leak", "leak")
+    stale, lost = Violation("stale", (0, 1), owner="node"), Violation("lost", (0,), owner="x")
+    healed = ((2, stale), (2, lost), (4, stale))
+    run = Run("leak", case.run.comparison, failed_at=7, healed=healed)
+    report = repro_report(ABOUT, [replace(case, run=run, origin="builtin")])
+    assert report.sections[0].lines == (
+        "deferred: from step 7: SWA page 2 leaked; node lost the SWA side of its page 0",
+        "deferred: at step 2: stale: node's pages 0, 1 still map; x lost the SWA side of its "
+        "page 0; healed by the end",
+        "deferred: at step 4: stale: node's pages 0, 1 still map; healed by the end",
+    )
+    assert report.body["results"][0]["healed"][0] == {
+        "step": 2,
+        "kind": "stale",
+        "owner": "node",
+        "pages": [0, 1],
+    }
+
+
+# cases that came out as, and were declared as -> the first sentence, and the lines that mismatch
+FIRST = {
+    (("leak", "leak"),): ("1 run, as declared.", []),
+    (("leak", "leak"), ("clean", "clean")): ("2 runs, all as declared.", []),
+    (("clean", "leak"), ("leak", "leak")): (
+        "1 of 2 runs not as declared.",
+        ["eager: clean (MISMATCH: declared leak)"],
+    ),
+    (("leak", "clean"),): (
+        "1 of 1 run not as declared.",
+        ["deferred: leak (MISMATCH: declared clean)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("outcomes", FIRST)
+@pytest.mark.parametrize("form", [as_markdown, as_svg])
+def test_the_verdict_is_the_first_sentence(outcomes, form):
+    made = [case_of("a", verdict, declared) for verdict, declared in outcomes]
+    cases = [replace(case, origin="builtin") for case in made]
+    report = repro_report(ABOUT, cases)
+    verdict, mismatches = FIRST[outcomes]
+    text = re.sub("<[^>]*>|&#160;|[*\\s]", "", form(report))
+    squeezed = verdict.replace(" ", "")
+    assert text.index("header") < text.index(squeezed) < text.index("tombstone-recovery:")
+    assert [line for line in report.sections[0].lines if "MISMATCH" in line] == mismatches
+    marked = [row[-1].text for row in report.sections[0].grid.rows if "MISMATCH" in row[-1].text]
+    assert len(marked) == len(mismatches)
+
+
+def test_all_notes_are_in_the_json():
+    noted = report().with_notes(["one", "two"])
+    body = json.loads(as_json(noted))
+    assert (body["note"], body["notes"]) == ("two", ["one", "two"])
+    assert noted.sections[-1].lines[-2:] == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (counted(1, "run"), "1 run"),
+        (counted(1000, "run"), "1,000 runs"),
+        (page_list([3]), "page 3"),
+        (page_list(range(1, 9)), "pages 1, 2, 3, 4, 5, 6 and 2 more"),
+        (violation_text(Violation("stale", (2,), "full")), "although nobody owns it"),
+        (violation_text(Violation("stale", (2, 3), "full")), "still map although nobody owns them"),
+        (violation_text(Violation("lost", (2, 3), "full")), "full pages 2, 3 lost the SWA side"),
+        (violation_text(Violation("stolen", (1,), owner="n")), "stolen: n's page 1"),
+    ],
+)
+def test_one_and_many(text, said):
+    assert text.endswith(said)
 
 
 # what is typed -> exit code; `mine` stands for a class that is asked for its own frees

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swaleak.allocator.strategy import STRATEGIES
-from swaleak.check.case import run_case
-from swaleak.check.follow import follow
-from swaleak.check.replay import replay
-from swaleak.script import catalogue, ops
-from swaleak.script.trace import TraceReader
-from swaleak.search.explore import Explorer
-from swaleak.search.legal import Rules
-from swaleak.target import Builtin, Sizes
+from swaleak.allocator.strategies import STRATEGIES
+from swaleak.checker.case import run_case
+from swaleak.checker.run import run_script, run_trace
+from swaleak.explorer.breadth_first import BreadthFirst
+from swaleak.scenario import catalogue, steps
+from swaleak.scenario.contract import Rules
+from swaleak.targets.driver import Sizes
+from swaleak.targets.open import Builtin
+from swaleak.trace.format import TraceReader
+from swaleak.trace.to_scenario import sizes_of
 from tests.conftest import sglang
 from tests.request_table import VIEWS, TableTarget, row
 from tests.test_property import BUILTIN, SIZES, ends, scripts
@@ -22,7 +23,9 @@ from tests.test_traces import play, watched_driver
 
 # where a script writes to the buffer that it has passed, there must be no other in between
 SCENARIOS = [
-    s for s in catalogue.catalogue() if not any(isinstance(op, ops.Overwrite) for op in s.steps)
+    s
+    for s in catalogue.catalogue()
+    if not s.caches and not any(isinstance(step, steps.Overwrite) for step in s.steps)
 ]
 TARGETS = ["builtin", pytest.param("0.5.18", marks=pytest.mark.wheels)]
 TARGETS += [pytest.param(v, marks=pytest.mark.wheels) for v in ("0.5.19", "0.5.20", "0.5.23")]
@@ -36,7 +39,6 @@ def test_every_scenario_ends_as_with_slots_as_they_were_handed_out(on, view) -> 
     cases = [
         (scenario, strategy, size)
         for scenario in SCENARIOS
-        if not any(isinstance(op, ops.TreeOp) for op in scenario.steps)
         for strategy in target.strategies()
         for size in scenario.page_sizes
         if size <= 4
@@ -67,11 +69,11 @@ def test_a_search_finds_the_same(on, strategy, fails) -> None:
     target = Builtin("cpu") if on == "builtin" else sglang(on)
     searches = []
     for where in (target, TableTarget(target, row)):
-        search = Explorer(lambda f, s, on=where: on.make(strategy, Sizes(f, s, 4)), Rules(), 6)
+        search = BreadthFirst(lambda f, s, on=where: on.make(strategy, Sizes(f, s, 4)), Rules(), 6)
         for _ in search.run():
             pass
         tried = search.coverage
-        searches.append((tried.states, tried.transitions, [f.order for f in tried.failures]))
+        searches.append((tried.states, tried.transitions, [f.order for f in search.failures]))
     assert searches[0] == searches[1] and len(searches[1][2]) == fails
 
 
@@ -82,7 +84,9 @@ def test_the_recorder_and_the_audit_take_them(view, strategy, page_size, tmp_pat
     driver = watched_driver(f"audit,record:{tmp_path}/t.jsonl", strategy, page_size, view)
     counts = play(driver, catalogue.load("tombstone-recovery").steps)
     (path,) = tmp_path.glob("t.*.jsonl")
-    followed = follow(TraceReader(path), lambda sizes: Builtin("cpu").make(strategy, sizes))
+    followed = run_trace(
+        TraceReader(path), lambda header: Builtin("cpu").make(strategy, sizes_of(header))
+    )
     assert (followed.groups, followed.differ) == (len(counts), 0)
 
 
@@ -91,15 +95,15 @@ def test_the_recorder_and_the_audit_take_them(view, strategy, page_size, tmp_pat
 def test_a_script_grows_and_shrinks_a_request(view, page_size) -> None:
     table = TableTarget(BUILTIN, view)
     script = (
-        ops.Extend("a", 6),
-        ops.Decode("a"),
-        ops.Decode("a"),
-        ops.Alloc("b"),
-        ops.Group("begin"),
-        ops.FreeSwa("a", ops.Part("pages", 0, 1)),
-        ops.FreeSegment("b"),
-        ops.Group("end"),
-        ops.Free("a"),
+        steps.Extend("a", 6),
+        steps.Decode("a"),
+        steps.Decode("a"),
+        steps.Alloc("b"),
+        steps.Group("begin"),
+        steps.FreeSwa("a", pages="0:1"),
+        steps.FreeSegment("b"),
+        steps.Group("end"),
+        steps.Free("a"),
     )
     for strategy in STRATEGIES:
-        assert replay(table.make(strategy, SIZES[page_size]), script).verdict == "clean"
+        assert run_script(table.make(strategy, SIZES[page_size]), script).verdict == "clean"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from swaleak.check.case import run_case
-from swaleak.script import catalogue as scenarios
-from swaleak.sglang.release import RELEASES
-from swaleak.target import Builtin, Target
+from swaleak.checker.case import run_case
+from swaleak.scenario import catalogue as scenarios
+from swaleak.targets.open import Builtin, Target
+from swaleak.targets.sources import RELEASES
 from tests.conftest import sglang
 
 BUILTIN = Builtin("cpu")
-CATALOGUE = {scenario.name: scenario for scenario in scenarios.catalogue()}
+CATALOGUE = {scenario.name: scenario for scenario in scenarios.catalogue() if not scenario.caches}
 
 # scenario -> (deferred, every other strategy), as physical/mapped verdict
 MODEL = {
@@ -89,12 +89,32 @@ def test_sglang_as_shipped(name: str, version: str) -> None:
     target = sglang(version)
     for size in CATALOGUE[name].page_sizes:
         case = run_case(CATALOGUE[name], target, "shipped", size)
-        kinds = sorted({violation.kind for violation in case.run.audit.violations})
+        kinds = sorted({violation.kind for violation in case.run.comparison.violations})
         told = " ".join([outcome(target, name, "shipped", size) + ":", *kinds])
         clean = f"{MODEL[name][1] if 'clean' in MODEL[name][1] else '1/1 clean'}:"
         rows = SHIPPED.get(name, {}) if size == 1 or name not in PAGE_SIZE_1_ONLY else {}
         expected = next((row for v, row in rows.items() if version in SpecifierSet(v)), clean)
         assert (told, case.as_declared) == (expected, True), size
+
+
+CACHE_CASES = [(scenario, cache) for scenario in scenarios.catalogue() for cache in scenario.caches]
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("version", RELEASES)
+def test_what_the_catalogue_declares_of_the_caches(version: str) -> None:
+    """Every cache that a release has, with its own allocator and with each strategy below it."""
+    target = sglang(version)
+    wrong = [
+        (scenario.name, cache, strategy, size, case.run)
+        for scenario, cache in CACHE_CASES
+        if cache not in target.caches.left_out
+        for strategy in target.strategies()
+        for size in scenario.page_sizes
+        if not (case := run_case(scenario, target, strategy, size, cache=cache)).as_declared
+    ]
+    assert wrong == []
+    assert list(target.caches.left_out) == ([] if version < "0.5.21" else ["swa"])
 
 
 @pytest.mark.wheels
@@ -124,8 +144,8 @@ def test_deferred_in_the_model_is_0_5_18(name: str) -> None:
             run_case(scenario, of, strategy, size, keep_steps=True).run
             for of, strategy in ((BUILTIN, "deferred"), (target, "shipped"))
         )
-        assert (model.verdict, model.audit) == (real.verdict, real.audit)
-        assert [step.audit for step in model.steps] == [step.audit for step in real.steps]
+        assert (model.verdict, model.comparison) == (real.verdict, real.comparison)
+        assert [step.comparison for step in model.steps] == [step.comparison for step in real.steps]
 
 
 @pytest.mark.wheels

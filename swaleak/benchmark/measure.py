@@ -21,15 +21,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from swaleak.allocator.mapping import plain
-from swaleak.check.audit import audit
-from swaleak.check.player import Player
-from swaleak.device import free_memory
+from swaleak.checker.compare import compare
+from swaleak.checker.run import Execution
+from swaleak.checker.snapshot import Snapshot
 from swaleak.errors import RAISED, SwaleakError, UsageError, unknown
-from swaleak.script import ops
-from swaleak.script.ops import Op
-from swaleak.script.scenario import MAX_SLOTS, check_page_size
-from swaleak.target import SHIPPED, STRATEGY_NAMES, Sizes, Target, strategy_of
+from swaleak.scenario import steps
+from swaleak.scenario.calls import MAX_SLOTS
+from swaleak.scenario.steps import Step
+from swaleak.scenario.toml import check_page_size
+from swaleak.targets.driver import Sizes
+from swaleak.targets.open import SHIPPED, STRATEGY_NAMES, Target, free_memory, strategy_of
 
 ROUNDS_PER_ALLOCATOR = 25  # where in memory an allocator lies is worth up to 2 %
 UNTIMED_GROUPS = 3  # that a new allocator runs first
@@ -58,16 +59,16 @@ class Case:
         pages = 2 * (self.calls + 1) * self.pages
         return Sizes(pages, pages, self.page_size)
 
-    def script(self, *, segment: bool) -> Iterator[Op]:
+    def script(self, *, segment: bool) -> Iterator[Step]:
         """Yield the steps that the verdict is about: all allocations, then the group."""
         names = [f"node {i}" for i in range(self.calls)]
-        free = ops.FreeSwaSegment if segment else ops.FreeSwa
-        yield from (ops.Alloc(name, self.pages) for name in ("incoming", *names))
-        yield ops.Group("begin")
+        free = steps.FreeSwaSegment if segment else steps.FreeSwa
+        yield from (steps.Alloc(name, self.pages) for name in ("incoming", *names))
+        yield steps.Group("begin")
         yield from map(free, names)
         if self.recovery:
-            yield ops.Recover(names[0], "incoming")
-        yield ops.Group("end")
+            yield steps.Recover(names[0], "incoming")
+        yield steps.Group("end")
 
 
 PUBLISHED = ((256, 1, 1), (256, 8, 1), (256, 8, 16), (256, 64, 1), (1, 1, 1), (1, 8, 1), (1, 64, 1))
@@ -224,7 +225,8 @@ class PreparedGroup:
 
     def __init__(self, contestant: Contestant, case: Case, settings: Settings) -> None:
         self.driver = contestant.target.make(contestant.strategy, case.sizes)
-        slots = [self.driver.alloc(case.pages) for _ in range(case.calls + 1)]
+        allocate = self.driver.alloc if case.page_size == 1 else self.driver.alloc_pages
+        slots = [allocate(case.pages * case.page_size) for _ in range(case.calls + 1)]
         source, *self.freed = cast(list[Tensor], slots)  # None fails in the first run
         self.source = source if case.recovery else None
         # a method of the allocator where there is one: the driver's own frame would be timed too
@@ -235,7 +237,7 @@ class PreparedGroup:
             for pool, name in product((self.driver.full_pool, self.driver.swa_pool), RELEASES):
                 if hasattr(pool, name):
                     setattr(pool, name, lambda *_, **__: None)
-        self._save()
+        self.reset = Snapshot(self.driver, Execution(self.driver).shadow).restore
         free = len(self.driver.state().swa_free)
         for _ in range(UNTIMED_GROUPS):
             self.run()
@@ -256,24 +258,6 @@ class PreparedGroup:
             driver.clear_mapping(self.source)
             driver.free_full_pool(self.source)
         driver.allocator.free_group_end()
-
-    def _save(self) -> None:
-        self.attributes: list[tuple[object, str, object]] = []
-        self.tensors: list[tuple[Tensor, Tensor]] = []
-        for part in self.driver.parts():
-            for name, value in vars(part).items():
-                if isinstance(value, Tensor):
-                    self.tensors.append((plain(value), plain(value).clone()))
-                if value is None or isinstance(value, (bool, int, float, str, list, Tensor)):
-                    kept = list(value) if isinstance(value, list) else value
-                    self.attributes.append((part, name, kept))
-
-    def reset(self) -> None:
-        """Put the state back."""
-        for part, name, value in self.attributes:
-            setattr(part, name, list(value) if isinstance(value, list) else value)
-        for tensor, content in self.tensors:
-            tensor.copy_(content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,10 +333,10 @@ def judge(contestant: Contestant, case: Case, settings: Settings) -> str:
     """
     with _explained(contestant, case):
         driver = contestant.target.make(contestant.strategy, case.sizes)
-        player = Player(driver)
+        execution = Execution(driver)
         for step in case.script(segment=settings.segment):
-            player.play(step)
-        return audit(driver, player.ledger).verdict
+            execution.step(step)
+        return compare(driver.state(), execution.shadow).verdict
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import torch
 from swaleak import __version__
 from swaleak.benchmark.measure import Contestant, Settings
 from swaleak.benchmark.statistics import Result
-from swaleak.report.report import STYLES, Cell, Grid, Report, Section
-from swaleak.target import SHIPPED
+from swaleak.report.model import STYLES, Cell, Grid, Report, Section
+from swaleak.targets.open import SHIPPED
 
 TITLES = {"gpu": "GPU time, us per group", "wall": "wall time, us per group"}
 OWN_CODE = "SGLang's own code"

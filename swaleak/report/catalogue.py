@@ -5,18 +5,17 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from swaleak.report.facts import outcome_told
-from swaleak.report.report import Cell, Grid, Report, Section
-from swaleak.script.ops import describe
-from swaleak.script.scenario import Known, Outcome, Scenario
+from swaleak.errors import counted
+from swaleak.report.model import Grid, Report, Section, cells, outcome_text
+from swaleak.scenario.toml import Known, Outcome, Scenario
 
 
 def list_report(catalogue: list[Scenario]) -> Report:
     """One row a scenario."""
-    rows = tuple((Cell(s.name), Cell(s.reach), Cell(s.title)) for s in catalogue)
+    rows = tuple(cells(s.name, s.reach, s.title) for s in catalogue)
     lines = (
         "production: seen in a server. latent: only the allocator's contract allows it.",
-        "tree/…: for the radix caches of an installed SGLang, not for an allocator alone.",
+        "tree/…: of the radix caches, which make the calls on the allocator.",
         "`swaleak show NAME` tells the story, `swaleak repro NAME` replays it.",
     )
     body = {"results": [_scenario_json(s) for s in catalogue]}
@@ -31,22 +30,23 @@ def show_report(scenario: Scenario) -> Report:
         about.append(
             "public record: " + ", ".join(f"sgl-project/sglang {u}" for u in scenario.upstream)
         )
+    if scenario.caches:
+        window = counted(scenario.window, "page")
+        about.append(f"caches: {', '.join(scenario.caches)}, a sliding window of {window}")
     about.append("page sizes: " + ", ".join(map(str, scenario.page_sizes)))
     about.append(f"pools: {scenario.full_pages} full pages, {scenario.swa_pages} SWA pages")
     story = tuple(textwrap.wrap(" ".join(scenario.story.split()), 78)) or ("(no story)",)
-    steps = tuple(
-        (Cell(str(i)), Cell(describe(op))) for i, op in enumerate(scenario.steps, start=1)
-    )
-    declared = [f"{name}: {outcome_told(o)}" for name, o in scenario.expect.items()]
+    steps = tuple(cells(i, str(step)) for i, step in enumerate(scenario.steps, start=1))
+    declared = [f"{name}: {outcome_text(o)}" for name, o in scenario.expect.items()]
     declared += ["every other strategy: clean"] if "every" not in scenario.expect else []
     declared += [
-        f"SGLang {known.releases} as shipped: {outcome_told(known.outcome)} ({known})"
+        f"SGLang {known.releases} as shipped: {outcome_text(known.outcome)} ({known})"
         for known in scenario.known
     ]
     sections = (
         Section("", None, story),
         Section("", None, tuple(about)),
-        Section("steps", Grid(("step", "operation"), steps, frozenset({"step"}))),
+        Section("steps", Grid(("#", "step"), steps, frozenset("#"))),
         Section("declared", None, tuple(declared)),
     )
     header = f"{scenario.name}: {scenario.title}"
@@ -75,10 +75,11 @@ def _scenario_json(scenario: Scenario) -> dict[str, Any]:
         "title": scenario.title,
         "story": " ".join(scenario.story.split()),
         "upstream": list(scenario.upstream),
+        "caches": list(scenario.caches),
         "page_sizes": list(scenario.page_sizes),
         "full_pages": scenario.full_pages,
         "swa_pages": scenario.swa_pages,
-        "steps": [describe(op) for op in scenario.steps],
+        "steps": [str(step) for step in scenario.steps],
         "expect": {name: _outcome_json(o) for name, o in scenario.expect.items()},
         "known": [_known_json(known) for known in scenario.known],
     }

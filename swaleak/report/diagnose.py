@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swaleak import __version__
 from swaleak.log_diagnosis.match import TABLE, Fault, advice, known_faults
 from swaleak.log_diagnosis.parser import Diagnosis, Finding
-from swaleak.report.report import Cell, Grid, Report, Section, visible
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from swaleak.report.model import Cell, Grid, Report, Section
 
 MAX_ROWS, MAX_GROUPS, MAX_RANKS, MAX_UNREAD = 12, 20, 6, 5
 PAGE_SIZES = (256, 128, 64, 32, 16)  # the usual ones
@@ -26,11 +23,6 @@ class _Table(Grid):
     def parts(self, width: int) -> Iterator[Grid]:
         for part in Grid(self.columns, self.rows, series=True).parts(width):
             yield replace(part, right=self.right)
-
-
-class _OneLine(Report):
-    def print_to(self, console: Console) -> None:
-        console.print(visible(self.header), soft_wrap=True, markup=False, highlight=False)
 
 
 def diagnose_report(name: str, diagnosis: Diagnosis) -> Report:
@@ -54,7 +46,7 @@ def diagnose_report(name: str, diagnosis: Diagnosis) -> Report:
     }
     said, notes = ", ".join((name, f"{diagnosis.size} bytes", *diagnosis.kinds)), _notes(diagnosis)
     if not findings and not unread:
-        return _OneLine("diagnose", False, " ".join((f"No leak in {said}.", *notes)), (), body)
+        return Report("diagnose", False, " ".join((f"No leak in {said}.", *notes)), (), body)
     names = [*map("SGLang {}".format, diagnosis.versions)]
     names += map("page size {}".format, diagnosis.page_sizes)
     header = f"swaleak {__version__}: {said}; it names " + (

@@ -10,20 +10,18 @@ from typing import Any
 import torch
 
 from swaleak import __version__
-from swaleak.device import choose_device
-from swaleak.device import describe as describe_device
 from swaleak.errors import Interrupted, SwaleakError
-from swaleak.report.report import Cell, Grid, Report, Section
-from swaleak.script import catalogue, tree
-from swaleak.sglang import source
-from swaleak.sglang.release import cache_folder
-from swaleak.target import of_tree
+from swaleak.report.model import Grid, Report, Section, cells
+from swaleak.scenario import catalogue
+from swaleak.targets import sources
+from swaleak.targets.open import choose_device, describe_device, open_target
 
 
 def doctor_report() -> Report:
     """Return versions, devices and the installed SGLang; ``ok`` is False if that cannot be read."""
     device = choose_device("auto")
-    allocator, caches = len(catalogue.names()), len(tree.names())
+    every = catalogue.catalogue()
+    caches = sum(bool(scenario.caches) for scenario in every)
     facts: dict[str, Any] = {
         "swaleak": __version__,
         "python": f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}",
@@ -32,11 +30,11 @@ def doctor_report() -> Report:
         "rich": version("rich"),
         "devices": ["cpu", *_cuda_devices()],
         "default device": device,
-        "scenarios": f"{allocator + caches} in {catalogue.folder()} "
-        f"({allocator} of an allocator, {caches} of the caches)",
+        "scenarios": f"{len(every)} in {catalogue.folder()} "
+        f"({len(every) - caches} of an allocator, {caches} of the caches)",
     }
-    kept = sorted(path.stem.removeprefix("sglang-") for path in cache_folder().glob("sglang-*.zip"))
-    facts["cache"] = f"{', '.join(kept) or 'no releases'} in {cache_folder()}"
+    kept = sources.kept_releases()
+    facts["cache"] = f"{', '.join(kept) or 'no releases'} in {sources.cache_folder()}"
     ok = True
     try:
         facts["sglang"] = _installed(device)
@@ -44,9 +42,7 @@ def doctor_report() -> Report:
         raise
     except SwaleakError as error:
         ok, facts["sglang"] = False, str(error)
-    rows = tuple(
-        (Cell(k), Cell(", ".join(v) if isinstance(v, list) else v)) for k, v in facts.items()
-    )
+    rows = tuple(cells(k, ", ".join(v) if isinstance(v, list) else v) for k, v in facts.items())
     section = Section("", Grid(("what", "here"), rows))
     body = {"results": [facts]}
     header = f"swaleak {__version__}"
@@ -61,8 +57,7 @@ def _cuda_devices() -> list[str]:
 
 
 def _installed(device: str) -> str:
-    if not source.is_installed():
+    if not sources.is_installed():
         return "not installed (not needed: --on takes a wheel or a checkout)"
-    sources = source.from_installed()
-    target = of_tree(sources, device, installed=True)
-    return f"{target.name} in {sources.place}, ships {target.ships}"
+    target = open_target("installed", device)
+    return f"{target.name} in {sources.from_installed().place}, ships {target.ships}"

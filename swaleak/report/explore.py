@@ -3,233 +3,185 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
-from swaleak.report.entries import violations_json
-from swaleak.report.facts import own_name, tell
-from swaleak.report.report import About, Cell, Grid, Report, Section
-from swaleak.script.ops import describe
-from swaleak.search.explore import Coverage
-from swaleak.search.fuzz import Tried
-from swaleak.search.nearest import Likeness
-from swaleak.search.survey import Survey
-from swaleak.search.witness import Owners, Witness
-from swaleak.words import counted
+from swaleak.errors import counted, plural
+from swaleak.explorer.breadth_first import Coverage, Failure
+from swaleak.explorer.counterexample import Counterexample, Owners
+from swaleak.explorer.random_walk import Walks
+from swaleak.explorer.search import AtRandom, Search
+from swaleak.report.model import (
+    About,
+    Grid,
+    Report,
+    Section,
+    cells,
+    run_json,
+    step_cells,
+    step_json,
+    strategy_text,
+    violations_text,
+)
 
-OWNERS = "owners is what should be, by the ledger; physical and mapped are the allocator's."
-SHOWN = 10  # failures a page size that are printed; the JSON holds all
+NEW = "New: no catalogue scenario has these steps."
+OWNERS = "owners: what should be; physical and mapped: what the allocator holds."
+SHOWN = 10  # failures per page size that are printed; the JSON holds all
 
 
-def explore_report(about: About, surveys: Sequence[Survey]) -> Report:
-    """One section a page size: what fails, step by step, and what was tried."""
-    sections = [Section("", None, about.notes)] if about.notes else []
-    for survey in surveys:
-        failures = len(survey.witnesses)
-        shown = range(min(failures, SHOWN))
-        sections += [_witness_section(survey, number) for number in shown]
-        if failures > SHOWN:
-            left_out = f"{failures - SHOWN} of {failures} failures not shown"
+def explore_report(about: About, searches: Sequence[Search]) -> Report:
+    """One section per page size: what fails, step by step, and what was tried."""
+    sections = []
+    for search in searches:
+        failures = search.counterexamples
+        sections += [_failure_section(search, at) for at in range(min(len(failures), SHOWN))]
+        if len(failures) > SHOWN:
+            left_out = f"{len(failures) - SHOWN} of {len(failures)} failures not shown"
             how = "-f json prints all, -o FILE.json keeps them"
             sections.append(Section(lines=(f"{left_out}; {how}.",)))
-        sections.append(Section("" if survey.witnesses else _title(survey), None, _covered(survey)))
-    ok = not any(survey.witnesses for survey in surveys)
-    body = {"results": [_survey_json(survey) for survey in surveys]}
-    return Report("explore", ok, about.header, tuple(sections), body, about.torch, about.device)
+        sections.append(Section("" if failures else _title(search), None, _covered(search)))
+    ok = not any(search.counterexamples for search in searches)
+    return about.report("explore", ok, sections, [_search_json(search) for search in searches])
 
 
-def _title(survey: Survey) -> str:
-    where = survey.where
-    strategy = own_name(where.strategy, where.target.origin(where.strategy))
-    return f"{strategy}, page size {where.page_size}, {where.rules.contract} contract"
+def _title(search: Search) -> str:
+    place = search.place
+    strategy = strategy_text(place.strategy, place.target.origin(place.strategy))
+    return f"{strategy}, page size {place.page_size}, {place.rules.contract} contract"
 
 
-def _witness_section(survey: Survey, number: int) -> Section:
-    found = survey.witnesses[number]
+def _failure_section(search: Search, at: int) -> Section:
+    found, failure = search.counterexamples[at], search.failures[at]
     run = found.run
-    rows = tuple(
-        (
-            Cell(str(at)),
-            Cell(describe(step.op)),
-            Cell(str(step.audit.physical)),
-            Cell(str(step.audit.mapped)),
-            Cell(_owners(found.owners[at - 1]) if at <= len(found.owners) else "(raised)"),
-        )
-        for at, step in enumerate(run.steps, start=1)
+    rows = (
+        (*step_cells(number, step), *cells(_owners_text(_owners(found, number))))
+        for number, step in enumerate(run.steps, start=1)
     )
-    grid = Grid(
-        ("step", "operation", "physical", "mapped", "owners, full>SWA page"),
-        rows,
-        frozenset({"step", "physical", "mapped"}),
-    )
-    said = [tell(violation) for violation in run.audit.violations]
+    columns = ("#", "step", "physical", "mapped", "owners, full>SWA page")
+    said = [violations_text(run.comparison.violations)] if run.comparison.violations else []
     if run.raised:
         said.append(f"step {run.failed_at} raised {run.raised}")
-    lines = [f"{run.verdict}: {'; '.join(said)}"]
-    lines += [
-        f"This allocator has no method {missing}; {done} was called in its place."
-        for missing, done in run.substituted
+    lines = [
+        f"{run.verdict}: {'; '.join(said)}",
+        *(
+            f"This allocator has no method {missing}; {called} was called in its place."
+            for missing, called in run.substituted
+        ),
+        f"In the catalogue: {found.scenario}." if found.scenario else NEW,
+        OWNERS,
     ]
-    if scenario := survey.known[number]:
-        lines.append(f"In the catalogue: {scenario}.")
-    else:
-        likeness = _likeness(survey.similar[number])
-        lines.append(f"Step by step it is none of the catalogue's scenarios; {likeness}")
-    lines.append(OWNERS)
-    return Section(f"{_title(survey)}: {_how_short(survey, found)}", grid, tuple(lines))
+    grid = Grid(columns, tuple(rows), frozenset({"#", "physical", "mapped"}))
+    return Section(f"{_title(search)}: {_how_short(failure, found)}", grid, tuple(lines))
 
 
-def _likeness(similar: Likeness | None) -> str:
-    if similar is None:
-        return "and none of them fails like this here."
-    if similar.same:
-        return f"it fails as {similar.scenario} does."
-    return f"the nearest is {similar.scenario}: the same re-pointing, some other violations."
-
-
-def _how_short(survey: Survey, found: Witness) -> str:
-    steps = counted(len(found.order), "operation")
-    if isinstance(survey.covered, Tried):
-        failure = survey.covered.failure
-        assert failure is not None
-        length = counted(failure.length, "operation")
-        return f"seed {failure.seed} fails, {length} shrunk to {steps}"
+def _how_short(failure: Failure, found: Counterexample) -> str:
+    steps = counted(len(found.order), "step")
+    if failure.length is not None:
+        return f"seed {failure.seed} fails, {counted(failure.length, 'step')} shrunk to {steps}"
     return f"fails after {steps}"
 
 
-def _owners(owners: Owners) -> str:
+def _owners(found: Counterexample, number: int) -> Owners | None:
+    """Return who owned what after a step; None of a last step that raised."""
+    return found.owners[number - 1] if number <= len(found.owners) else None
+
+
+def _owners_text(owners: Owners | None) -> str:
+    if owners is None:
+        return "(raised)"
     return "  ".join(
         f"{name} " + " ".join(f"{full}>{'-' if swa is None else swa}" for full, swa in pages)
         for name, pages in owners.items()
     )
 
 
-def _covered(survey: Survey) -> tuple[str, ...]:
-    covered, lines = survey.covered, []
-    if survey.interrupted:
+def _covered(search: Search) -> tuple[str, ...]:
+    covered, lines = search.coverage, []
+    if search.interrupted:
         lines.append("Interrupted: what follows is what had been tried by then.")
     if isinstance(covered, Coverage):
-        lines += _every_order(survey, covered)
+        lines += _every_order(search, covered)
         # where nothing is left to try, longer orders come to states that were seen
         longer = [] if covered.exhausted else ["longer orders"]
-        open_ = ", ".join([*longer, "more nodes, parts of pages, growing requests (--random)"])
+        untried = ", ".join([*longer, "more nodes, parts of pages, growing requests (--random)"])
     else:
-        lines += _random_scripts(survey, covered)
-        open_ = "what chance did not come upon"
-    if not survey.witnesses:
-        lines.append(f"Not covered: {open_}, pools that run dry, races between streams.")
+        lines += _random_scripts(search, covered)
+        untried = "scripts that were not drawn"
+    if not search.counterexamples:
+        lines.append(f"Not covered: {untried}, exhausted pools, races between streams.")
     return tuple(lines)
 
 
-def _every_order(survey: Survey, covered: Coverage) -> Iterator[str]:
-    rules, shard = survey.where.rules, survey.where.shard
-    if not survey.witnesses:
-        operations = counted(covered.depth, "operation")
-        upto = "any length" if covered.exhausted else f"up to {operations}"
+def _every_order(search: Search, covered: Coverage) -> Iterator[str]:
+    rules = search.place.rules
+    if not search.counterexamples:
+        steps = "any length" if covered.exhausted else f"up to {counted(covered.depth, 'step')}"
         nodes = counted(rules.nodes, "node")
-        yield f"no order of {upto} fails, with up to {nodes} of 1 to {rules.pages} pages."
+        yield f"No order of {steps} fails, with up to {nodes} of 1 to {rules.pages} pages."
     yield (
         f"{counted(covered.states, 'state')}, {counted(covered.transitions, 'transition')} in "
         f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s, "
-        f"{covered.bytes_per_state:.0f} bytes a state."
+        f"{covered.bytes_per_state:.0f} bytes per state."
     )
     if covered.refused:
-        were = "was" if covered.refused == 1 else "were"
-        yield f"{counted(covered.refused, 'transition')} {were} refused and changed nothing."
-    if covered.split_at is not None:
-        yield (
-            f"Part {shard.index} of {shard.count}: from depth {covered.split_at} on, "
-            f"only its share of the orders."
-        )
+        refused = counted(covered.refused, "transition")
+        yield f"{refused} {plural('was', covered.refused)} refused and changed nothing."
 
 
-def _random_scripts(survey: Survey, covered: Tried) -> Iterator[str]:
-    if not survey.witnesses:
-        yield (
-            "the one random script does not fail."
-            if covered.scripts == 1
-            else f"none of {covered.scripts:,} random scripts fails."
-        )
+def _random_scripts(search: Search, covered: Walks) -> Iterator[str]:
+    if not search.counterexamples:
+        scripts = counted(covered.scripts, "random script")
+        yield f"{scripts} {plural('does', covered.scripts)} not fail."
     yield (
-        f"{counted(covered.scripts, 'script')}, {counted(covered.operations, 'operation')} in "
+        f"{counted(covered.scripts, 'script')}, {counted(covered.steps, 'step')} in "
         f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s."
     )
 
 
-def _rates(covered: Coverage | Tried) -> dict[str, float]:
+def _rates(covered: Coverage | Walks) -> dict[str, float]:
     seconds = max(covered.seconds, 1e-9)
-    if isinstance(covered, Tried):
-        return {"transitions_per_second": covered.operations / seconds}
+    if isinstance(covered, Walks):
+        return {"transitions_per_second": covered.steps / seconds}
     return {
         "transitions_per_second": covered.transitions / seconds,
         "states_per_second": covered.states / seconds,
     }
 
 
-def _survey_json(survey: Survey) -> dict[str, Any]:
-    where, covered = survey.where, survey.covered
-    entry: dict[str, Any] = {
-        "target": where.target.name,
-        "strategy": where.strategy,
-        "origin": where.target.origin(where.strategy),
-        "page_size": where.page_size,
-        "contract": where.rules.contract,
-        "nodes": where.rules.nodes,
-        "shard": f"{where.shard.index}/{where.shard.count}",
-        "interrupted": survey.interrupted,
-        "seconds": covered.seconds,
-    }
-    if isinstance(covered, Coverage):
-        entry |= {
-            "states": covered.states,
-            "transitions": covered.transitions,
-            "depth": covered.depth,
-            "exhausted": covered.exhausted,
-            "refused": covered.refused,
-            "dry": covered.dry,
-            "split_at": covered.split_at,
-            "bytes_per_state": covered.bytes_per_state,
-        }
-    else:
-        entry |= {
-            "seed": covered.seed,
-            "scripts": covered.scripts,
-            "operations": covered.operations,
-        }
-        if covered.failure:
-            entry |= {
-                "failing_seed": covered.failure.seed,
-                "failing_length": covered.failure.length,
-            }
-    entry |= _rates(covered)
-    failures = zip(survey.witnesses, survey.known, survey.similar, strict=True)
-    return entry | {"failures": [_witness_json(*failure) for failure in failures]}
-
-
-def _witness_json(found: Witness, scenario: str | None, similar: Likeness | None) -> dict[str, Any]:
-    run = found.run
+def _search_json(search: Search) -> dict[str, Any]:
+    place, covered = search.place, search.coverage
+    counts = {f.name: getattr(covered, f.name) for f in fields(covered)}
+    if isinstance(covered, Walks):
+        counts["operations"] = counts.pop("steps")
+        for failed in search.failures:
+            counts |= {"failing_seed": failed.seed, "failing_length": failed.length}
+    plan = search.plan
+    shard = plan.shard if isinstance(plan, AtRandom) else None
     return {
-        "verdict": run.verdict,
-        "physical": run.audit.physical,
-        "mapped": run.audit.mapped,
-        "violations": violations_json(run.audit.violations),
-        "raised": run.raised,
-        "scenario": scenario,
-        "nearest": similar.scenario if similar else scenario,
-        "fails_as": similar.scenario if similar and similar.same else scenario,
-        "steps": [
-            {
-                "step": at,
-                "op": describe(step.op),
-                "physical": step.audit.physical,
-                "mapped": step.audit.mapped,
-                "owners": {
-                    name: {"full": [f for f, _ in pages], "swa": [s for _, s in pages]}
-                    for name, pages in (
-                        found.owners[at - 1] if at <= len(found.owners) else {}
-                    ).items()
-                },
-                "violations": violations_json(step.audit.violations),
-            }
-            for at, step in enumerate(run.steps, start=1)
-        ],
+        "target": place.target.name,
+        "strategy": place.strategy,
+        "origin": place.target.origin(place.strategy),
+        "page_size": place.page_size,
+        "contract": place.rules.contract,
+        "nodes": place.rules.nodes,
+        "shard": f"{shard.index}/{shard.count}" if shard else "1/1",
+        "interrupted": search.interrupted,
+        **counts,
+        **_rates(covered),
+        "failures": [_failure_json(found) for found in search.counterexamples],
+    }
+
+
+def _failure_json(found: Counterexample) -> dict[str, Any]:
+    steps = []
+    for number, step in enumerate(found.run.steps, start=1):
+        owners = {
+            name: {"full": [full for full, _ in pages], "swa": [swa for _, swa in pages]}
+            for name, pages in (_owners(found, number) or {}).items()
+        }
+        steps.append(step_json(number, step) | {"owners": owners})
+    return run_json(found.run) | {
+        "raised": found.run.raised,
+        "scenario": found.scenario,
+        "steps": steps,
     }

@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from swaleak.search.explore import Progress
-from swaleak.search.fuzz import Played
-from swaleak.words import counted
+from swaleak.errors import counted
+from swaleak.explorer.breadth_first import Progress
+from swaleak.explorer.random_walk import Walks
 
 if TYPE_CHECKING:
     from swaleak.benchmark.measure import Round
 
-EVERY = 0.1  # seconds between two looks at the progress line
+REFRESH_SECONDS = 0.1
 CLEAR = "\r\x1b[2K"
-REFRESH = 0.2  # seconds between two looks of the bar; it draws between rounds only
 
 
 class ProgressLine:
@@ -34,73 +32,57 @@ class ProgressLine:
     def __enter__(self) -> ProgressLine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        if self.shown:
-            self.file.write(CLEAR)
-            self.file.flush()
+    def __exit__(self, *_: object) -> None:
+        self._write("")
 
-    def show(self, progress: Progress | Played) -> None:
+    def show(self, progress: Progress | Walks) -> None:
         """Show how far the search is, if that was not done a moment ago."""
+        self.show_text(progress_text(progress))
+
+    def show_bytes(self, read: int, total: int) -> None:
+        """Show how much of a file has been read."""
+        self.show_text(f"{read >> 20:,} of {total >> 20:,} MiB, {100 * read // max(1, total)} %")
+
+    def show_text(self, text: str) -> None:
+        """Show a text, if none was shown a moment ago."""
         now = time.monotonic()
-        if self.shown and now - self.last >= EVERY:
+        if self.shown and now - self.last >= REFRESH_SECONDS:
             self.last = now
-            self.file.write(CLEAR + progress_text(progress)[:79])
+            self._write(text[:79])
+
+    def _write(self, text: str) -> None:
+        if self.shown:
+            self.file.write(CLEAR + text)
             self.file.flush()
 
 
-def progress_text(progress: Progress | Played) -> str:
+def progress_text(progress: Progress | Walks) -> str:
     """Return the line, without its end."""
+    seconds = max(progress.seconds, 1e-9)
     if isinstance(progress, Progress):
-        rate = progress.transitions / max(progress.seconds, 1e-9)
-        return (
-            f"depth {progress.depth}: {counted(progress.states, 'state')}, "
-            f"{counted(progress.transitions, 'transition')}, {rate:,.0f}/s"
-        )
-    rate = progress.operations / max(progress.seconds, 1e-9)
-    scripts, operations = (
-        counted(progress.scripts, "script"),
-        counted(progress.operations, "operation"),
-    )
-    return f"{scripts}, {operations}, {rate:,.0f}/s"
+        states = counted(progress.states, "state")
+        transitions = counted(progress.transitions, "transition")
+        rate = progress.transitions / seconds
+        return f"depth {progress.depth}: {states}, {transitions}, {rate:,.0f}/s"
+    scripts, steps = counted(progress.scripts, "script"), counted(progress.steps, "step")
+    return f"{scripts}, {steps}, {progress.steps / seconds:,.0f}/s"
 
 
 def with_bar(rounds: Iterator[Round]) -> Iterator[Round]:
     """Pass ``rounds`` on, with a bar and the time left on stderr if that is a terminal."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import Progress
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield from rounds
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
+    console, drawn = Console(stderr=True), 0.0
+    hidden = not console.is_terminal
     # no thread of its own: it would run beside what is measured
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        task, drawn = bar.add_task("", total=None), 0.0
+    with Progress(console=console, auto_refresh=False, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=None)
         for one in rounds:
-            if time.monotonic() - drawn > REFRESH:
+            if time.monotonic() - drawn > REFRESH_SECONDS:
+                case = str(one.case)
                 bar.update(
-                    task,
-                    description=str(one.case),
-                    completed=one.done,
-                    total=one.total,
-                    refresh=True,
+                    task, description=case, completed=one.done, total=one.total, refresh=True
                 )
                 drawn = time.monotonic()
             yield one

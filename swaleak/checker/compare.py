@@ -1,0 +1,293 @@
+"""The comparison: an allocator's state against its shadow.
+
+``compare`` first asks whether they agree, which takes a few kernels however large the pools are.
+Only where they do not, the pages that differ are looked at one by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swaleak.checker.shadow import Shadow
+from swaleak.scenario.toml import KINDS
+from swaleak.targets.driver import State
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One difference between an allocator and its shadow.
+
+    ``pages``: page numbers of ``pool``; with ``owner``, that node's own 0th, 1st, … page.
+    """
+
+    kind: str
+    pages: tuple[int, ...]
+    pool: str | None = None
+    owner: str | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.owner}'s" if self.owner else str(self.pool)
+        plural = "s" if len(self.pages) > 1 else ""
+        return f"{self.kind}: {where} page{plural} {', '.join(map(str, self.pages))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a look at an allocator found.
+
+    Counts are pages. ``physical``: SWA pages not in the free list; ``mapped``: distinct SWA pages
+    that the mapping reaches; ``full``: full pages not in the free list.
+    """
+
+    physical: int
+    mapped: int
+    full: int
+    violations: tuple[Violation, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """``clean``, ``leak`` (with or without more) or ``corrupt``."""
+        if any(violation.kind == "leak" for violation in self.violations):
+            return "leak"
+        return "corrupt" if self.violations else "clean"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One SWA page that is not simply free, for the page map.
+
+    ``owners``: the nodes that should have it; more than one is a fault, none means nobody.
+    ``held``: it is not in the free list. ``mapped``: the mapping reaches it. ``queued``: nobody's
+    any more, but held until the open group ends.
+    """
+
+    page: int
+    owners: tuple[str, ...]
+    held: bool
+    mapped: bool
+    queued: bool
+
+    @property
+    def stranded(self) -> bool:
+        """Whether it is held and neither owned nor waiting."""
+        return self.held and not self.owners and not self.queued
+
+
+class Reading(NamedTuple):
+    """An allocator's state on the host.
+
+    ``full_times``, ``swa_times``: int8[pages + 1], how often a page is in its free list, at most 2.
+    ``full_reserved``, ``swa_reserved``: numbers in the free lists that are no page to hand out.
+    ``reached``: bool[pages + 1], SWA pages that the mapping reaches.
+    """
+
+    page_size: int
+    mapping: Tensor
+    full_times: Tensor
+    swa_times: Tensor
+    full_reserved: list[int]
+    swa_reserved: list[int]
+    reached: Tensor
+
+
+def compare(state: State, shadow: Shadow) -> Comparison:
+    """Compare an allocator with its shadow, in the middle of a group too.
+
+    While a group is open, pages wait for its end: only counts are given.
+    """
+    if not shadow.in_group and agree(state, shadow):
+        physical = state.swa_pages - len(state.swa_free)
+        mapped = physical - len(shadow.unmapped)
+        return Comparison(physical, mapped, state.full_pages - len(state.full_free))
+    return compare_pages(read(state), shadow)
+
+
+def agree(state: State, shadow: Shadow) -> bool:
+    """Whether an allocator holds exactly what its shadow holds, and nothing is wrong with that."""
+    return (
+        not shadow.torn
+        and not shadow.shared
+        and torch.equal(_on_host(state.mapping)[:-1], shadow.mapping.tensor)
+        and _complementary(shadow.mapped.tensor, state.swa_free, shadow.unmapped)
+        and _complementary(shadow.owned.tensor, state.full_free)
+    )
+
+
+def read(state: State) -> Reading:
+    """Bring a state to the host, and look at every page."""
+    mapping = _on_host(state.mapping)[:-1]
+    full_times, full_reserved = _times(state.full_free, state.full_pages)
+    swa_times, swa_reserved = _times(state.swa_free, state.swa_pages)
+    pages = mapping[mapping > 0] // state.page_size
+    reached = torch.zeros(state.swa_pages + 1, dtype=torch.bool, device="cpu")
+    reached[pages[pages <= state.swa_pages]] = True
+    reached[0] = False
+    return Reading(
+        state.page_size, mapping, full_times, swa_times, full_reserved, swa_reserved, reached
+    )
+
+
+def compare_pages(reading: Reading, shadow: Shadow) -> Comparison:
+    """Compare page by page, whether they agree or not."""
+    return Comparison(
+        int((reading.swa_times[1:] == 0).sum()),
+        int(reading.reached.sum()),
+        int((reading.full_times[1:] == 0).sum()),
+        () if shadow.in_group else tuple(_violations(reading, shadow)),
+    )
+
+
+def page_map(reading: Reading, shadow: Shadow, before: tuple[Page, ...]) -> tuple[Page, ...]:
+    """Return every SWA page that is held, mapped, owned, or that a free list should not hold.
+
+    ``before``: the pages after the step before; what was stranded then does not wait now.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, node in (shadow.nodes | shadow.orphans()).items():
+        for page in shadow.peers(node):
+            if page > 0:
+                owners.setdefault(page, []).append(name)
+    held, reached = _pages(reading.swa_times == 0), _pages(reading.reached)
+    waiting: set[int] = set()
+    if shadow.in_group:
+        waiting = held - owners.keys() - {page.page for page in before if page.stranded}
+    listed_twice = _pages(reading.swa_times > 1)
+    shown = held | reached | owners.keys() | listed_twice | set(reading.swa_reserved)
+    old = {page.page: page for page in before}
+    pages = (
+        Page(
+            page,
+            tuple(owners.get(page, ())),
+            page in held,
+            page in reached,
+            page in waiting,
+        )
+        for page in sorted(shown)
+    )
+    # most pages stay as they were; a run of many steps shares them
+    return tuple(old[page.page] if old.get(page.page) == page else page for page in pages)
+
+
+def _violations(reading: Reading, shadow: Shadow) -> list[Violation]:
+    """Return every difference, by kind."""
+    found: dict[tuple[str, str | None, str | None], list[int]] = {}
+
+    def add(kind: str, page: int, pool: str | None, owner: str | None = None) -> None:
+        found.setdefault((kind, pool, owner), []).append(page)
+
+    _compare_mapping(reading, shadow, add)
+    reached = reading.reached.clone()
+    reached[list(shadow.unmapped)] = True
+    for pool, times, used, reserved in (
+        ("swa", reading.swa_times, reached, reading.swa_reserved),
+        ("full", reading.full_times, shadow.owned.tensor > 0, reading.full_reserved),
+    ):
+        free = times > 0
+        for kind, pages in (
+            ("leak", _pages(~used & ~free)),
+            ("dangling", _pages(used & free)),
+            ("double-free", _pages(times > 1)),
+            ("reserved", reserved),
+        ):
+            for page in sorted(pages):
+                add(kind, page, pool)
+    for page in _shared(reading):
+        add("shared", page, "swa")
+    return [
+        Violation(kind, tuple(pages), pool, owner)
+        for (kind, pool, owner), pages in sorted(found.items(), key=lambda f: KINDS.index(f[0][0]))
+    ]
+
+
+def _compare_mapping(reading: Reading, shadow: Shadow, add: Callable[..., None]) -> None:
+    """Compare what full pages map to, where it differs or is torn."""
+    size = reading.page_size
+    wanted = shadow.mapping.tensor
+    differ = (reading.mapping != wanted).view(-1, size).any(1).nonzero().view(-1).tolist()
+    owners = {
+        page: (name, at)
+        for name, node in (*shadow.nodes.items(), *shadow.orphans().items())
+        for at, page in enumerate(node.pages)
+    }
+    order = {page: at for at, page in enumerate(owners)}
+    for page in sorted(
+        {*differ, *shadow.torn}, key=lambda page: (order.get(page, len(order)), page)
+    ):
+        slots = slice(page * size, (page + 1) * size)
+        row, want = reading.mapping[slots].tolist(), wanted[slots].tolist()
+        pairs = list(zip(row, want, strict=True))
+        kinds = [
+            *(["lost"] if any(there != want and want for there, want in pairs) else []),
+            *(["stale"] if any(there != want and there for there, want in pairs) else []),
+        ]
+        if any(row) and any(want) and not _regular(row):
+            kinds = ["misaligned"]
+        owner, at = owners.get(page, (None, page))
+        for kind in kinds:
+            add(kind, at, None if owner else "full", owner)
+
+
+def _regular(row: list[int]) -> bool:
+    """Whether slots of a full page map to the same places of one SWA page, as far as they map."""
+    size = len(row)
+    there = {slot - at for at, slot in enumerate(row) if slot}
+    return len(there) == 1 and min(there) > 0 and min(there) % size == 0
+
+
+def _shared(reading: Reading) -> list[int]:
+    """Return the SWA pages that more than one full page maps to."""
+    slots = (reading.mapping > 0).nonzero().view(-1)
+    pairs = torch.stack((slots, reading.mapping[slots])) // reading.page_size
+    pages = torch.unique(pairs, dim=1)[1].tolist()
+    return sorted(page for page, times in Counter(pages).items() if times > 1)
+
+
+def _times(free: Tensor, pages: int) -> tuple[Tensor, list[int]]:
+    """Return how often each page is in a free list, int8[n], and what must not be in it."""
+    free = _on_host(free)
+    bad = (free < 1) | (free > pages)
+    reserved = torch.unique(free[bad]).tolist()
+    free = free[~bad] if reserved else free
+    listed = _listed(free, pages)
+    if len(free) == int(listed.sum()):
+        return listed.to(torch.int8), reserved
+    return torch.bincount(free, minlength=pages + 1).clamp_(max=2).to(torch.int8), reserved
+
+
+def _listed(free: Tensor, pages: int) -> Tensor:
+    """Return which pages are in a free list, bool[pages + 1]."""
+    listed = torch.zeros(pages + 1, dtype=torch.bool, device="cpu")
+    listed[free] = True
+    return listed
+
+
+def _pages(marks: Tensor) -> set[int]:
+    """Return the pages that are marked, bool[pages + 1]; page 0 is padding."""
+    return set((marks[1:].nonzero().view(-1) + 1).tolist())
+
+
+def _complementary(uses: Tensor, free: Tensor, also: Collection[int] = ()) -> bool:
+    """Whether each page either has uses (int64[pages + 1]) or is free (int64[n]), once.
+
+    ``also``: further pages that are in use.
+    """
+    free = _on_host(free)
+    if free.numel():
+        low, high = free.aminmax()
+        if int(low) < 1 or int(high) >= len(uses):
+            return False
+    unused = uses == 0
+    unused[0] = False
+    if also:
+        unused[list(also)] = False
+    return len(free) == int(unused.sum()) and torch.equal(_listed(free, len(uses) - 1), unused)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()

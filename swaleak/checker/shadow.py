@@ -1,0 +1,295 @@
+"""The shadow: what an allocator that carried out every call at once would hold.
+
+A free group is batching only, so outside a group an allocator has to agree with its shadow, page
+by page and owner by owner. The shadow never looks into an allocator: a call tells it which slots
+were handed out, and it works out the rest.
+
+Everything is on the host. A whole page is entered at once, other slots one by one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swaleak.checker.slot_table import Cells, SlotTable, Span, span_of
+from swaleak.errors import ScriptError
+from swaleak.scenario.calls import Slots
+
+MISSING = -1  # the peer of a slot that should have been handed out with one and was not
+TORN = -1  # the peer of a full page whose slots do not map to one SWA page in order
+
+
+class Node(NamedTuple):
+    """An owner with a name: the numbers of its full slots, their pages, how many slots."""
+
+    numbers: Slots
+    pages: tuple[int, ...]
+    slots: int
+
+
+class Shadow:
+    """The shadow of one allocator. Pages are numbered as in its pools, page 0 is padding.
+
+    ``mapping``: by full slot, its SWA slot, 0 for none. ``peer``: by full page, the one SWA page
+    that its slots map to, 0 for none, ``TORN`` if they do not map to one page in order.
+    ``mapped``: by SWA page, how many full pages map to it. ``owned``: by full page, whether it is
+    allocated. ``unmapped``: SWA pages that were handed out and that nothing mapped to yet.
+    ``nodes``: owners with names. ``freed``: those that were freed in the open group, or whose SWA
+    side was taken over afterwards. ``buffers``: index tensors that callers passed to frees.
+    """
+
+    def __init__(self, full_pages: int, swa_pages: int, page_size: int) -> None:
+        self.full_pages, self.swa_pages, self.page_size = full_pages, swa_pages, page_size
+        self.mapping = Cells((full_pages + 1) * page_size)
+        self.peer = self.mapping if page_size == 1 else Cells(full_pages + 1)
+        self.mapped = Cells(swa_pages + 1)
+        self.owned = Cells(full_pages + 1, torch.int8)
+        self.full_used = self.swa_mapped = 0  # pages
+        self.unmapped: set[int] = set()
+        self.torn: set[int] = set()
+        self.shared = 0  # SWA pages that more than one full page maps to
+        self.in_group = False
+        self.released: set[int] = set()  # full pages that were freed in the open group
+        self.nodes: dict[str, Node] = {}
+        self.freed: dict[str, Node] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.full = SlotTable(full_pages, page_size, self._full_in_use)
+        self.swa = SlotTable(swa_pages, page_size, self.swa_in_use)
+        self._blank = array("q", (0,)) * page_size
+        self._identity = array("q", range((swa_pages + 1) * page_size if page_size > 1 else 0))
+
+    # what the calls do
+
+    def allocate(
+        self, first: int, full: Tensor, swa_first: int = 0, swa: Tensor | None = None, tail: int = 0
+    ) -> None:
+        """Full slots, int64[n], were handed out, numbered from ``first``, perhaps with peers.
+
+        The last ``tail`` of them have to have a peer.
+        """
+        span = self.full.add(first, full.to("cpu", torch.int64))
+        for page in span.pages:
+            self._own_page(page, 1)
+            self.released.discard(page)
+        if swa is None:
+            self.clear_mapping(span)
+            return
+        peers = self.swa.add(swa_first, swa.to("cpu", torch.int64))
+        if not (peers.whole and all(peers.pages)) and not peers.slots[len(full) - tail :].all():
+            missing = (peers.slots == 0) & (
+                torch.arange(len(full), device="cpu") >= len(full) - tail
+            )
+            peers = span_of(torch.where(missing, MISSING, peers.slots), self.page_size)
+        self.point(span, peers)
+
+    def allocate_swa(self, first: int, swa: Tensor) -> None:
+        """SWA slots, int64[n], were handed out that nothing maps to yet."""
+        self.unmapped.update(self.swa.add(first, swa.to("cpu", torch.int64)).pages)
+
+    def point(self, full: Span, swa: Span) -> None:
+        """Full slots map to SWA slots, one each, from now on."""
+        if full.whole and swa.whole:
+            for page, peer in zip(full.pages, swa.pages, strict=True):
+                self._set_page(page, peer)
+        else:
+            for slot, peer in zip(full.slots.tolist(), swa.slots.tolist(), strict=True):
+                self._set_slot(slot, peer)
+        self.unmapped.difference_update(swa.pages)
+
+    def point_at_peers(self, full: Span, source: Span) -> None:
+        """Full slots map to what ``source`` maps to, from now on."""
+        peers = [self.peer.cells[page] for page in source.pages]
+        if full.whole and source.whole and TORN not in peers:
+            for page, peer in zip(full.pages, peers, strict=True):
+                self._set_page(page, peer)
+            return
+        slots = self.mapping.tensor[source.slots].clamp(min=0)
+        self.point(full, span_of(slots, self.page_size))
+
+    def clear_mapping(self, full: Span) -> None:
+        """These full slots, and no others of their pages, map to nothing any more."""
+        if full.whole:
+            for page in full.pages:
+                self._set_page(page, 0)
+        else:
+            for slot in full.slots.tolist():
+                self._set_slot(slot, 0)
+
+    def free(self, full: Span, *, full_side: bool, swa_side: bool) -> None:
+        """The pages of full slots lose their owners, their SWA peers, or both."""
+        for page in full.pages:
+            if swa_side:
+                self._set_page(page, 0)
+            if full_side:
+                self._own_page(page, 0)
+                if self.in_group:
+                    self.released.add(page)
+
+    def free_swa_pool(self, swa: Span) -> None:
+        """SWA slots went back into their pool, past the hybrid allocator."""
+        self.unmapped.difference_update(swa.pages)
+
+    def overwrite(self, buffer: str, source: Span) -> None:
+        """A caller overwrites an index tensor that it has passed to a free."""
+        if buffer not in self.buffers:
+            raise ScriptError(f"overwrite {buffer}: it was not passed to any free yet")
+        there = self.buffers[buffer]
+        if len(there) != len(source.slots):
+            counts = f"{len(there)} and {len(source.slots)} slots"
+            raise ScriptError(f"overwrite: lengths differ, {counts}")
+        there.copy_(source.slots)
+
+    def group(self, *, opens: bool) -> None:
+        """A free group begins or ends."""
+        self.in_group = opens
+        if not opens:
+            self.released.clear()
+            self.freed = self.orphans()
+
+    # names
+
+    def name(self, node: str, numbers: Slots, pages: tuple[int, ...] | None = None) -> None:
+        """Call the owner of these full slots ``node``. ``pages``: those of the slots, if known."""
+        if pages is None:
+            pages = self.full.pages_of(numbers)
+        self.nodes[node] = Node(numbers, pages, sum(count for _, count in numbers))
+        if self.freed:  # what was freed and is handed out again is nobody's to adopt
+            taken = set(pages)
+            self.freed = {
+                other: old
+                for other, old in self.freed.items()
+                if other != node and taken.isdisjoint(old.pages)
+            }
+
+    def own(self, node: str, full: Sequence[int], swa: Sequence[int | None], slots: int) -> None:
+        """Enter an owner: its full pages, beside each its SWA page, how many slots it has.
+
+        The SWA page is None for a tombstone, ``MISSING`` where there should be one.
+        """
+        size = self.page_size
+        for at, (page, peer) in enumerate(zip(full, swa, strict=True)):
+            self._own_page(page, 1)
+            filled = min(size, slots - at * size)
+            if peer is not None and peer > 0 and filled == size:
+                self._set_page(page, peer)
+            elif peer is not None:
+                for offset in range(filled):
+                    there = peer * size + offset if peer > 0 else MISSING
+                    self._set_slot(page * size + offset, there)
+        self.nodes[node] = Node((), tuple(full), slots)
+
+    def drop(self, node: str) -> None:
+        """Its owner has freed it."""
+        gone = self.nodes.pop(node)
+        if self.in_group:
+            self.freed[node] = gone
+
+    def orphans(self) -> dict[str, Node]:
+        """Return freed nodes whose full pages map to SWA pages again."""
+        return {name: node for name, node in self.freed.items() if any(self.peers(node))}
+
+    # what there is
+
+    def peers(self, node: Node) -> list[int]:
+        """Return the SWA page of each of its pages, 0 for none."""
+        cells = self.peer.cells
+        return [cells[page] for page in node.pages]
+
+    def maps(self, full: Span) -> bool:
+        """Whether any of these full slots maps to something."""
+        if full.whole:
+            return any(self.peer.cells[page] for page in full.pages)
+        return bool(self.mapping.tensor[full.slots].any())
+
+    def swa_in_use(self, page: int) -> bool:
+        """Whether anything maps to an SWA page, or is about to."""
+        return self.mapped.cells[page] > 0 or page in self.unmapped
+
+    def pages_in_use(self) -> tuple[int, int]:
+        """Return how many full and SWA pages are in use."""
+        return self.full_used, self.swa_mapped + len(self.unmapped)
+
+    def check_lengths(self, one: Span, other: Span) -> None:
+        """Raise ``ScriptError`` unless they have as many slots."""
+        if len(one.slots) != len(other.slots):
+            counts = f"{len(one.slots)} and {len(other.slots)} slots"
+            raise ScriptError(f"point: lengths differ, {counts}")
+
+    def _full_in_use(self, page: int) -> bool:
+        return bool(self.owned.cells[page] or self.peer.cells[page] or page in self.released)
+
+    # one page, one slot
+
+    def _own_page(self, page: int, owned: int) -> None:
+        self.full_used += owned - self.owned.cells[page]
+        self.owned.cells[page] = owned
+
+    def _set_page(self, page: int, peer: int) -> None:
+        """A full page maps to an SWA page, whole, or to none."""
+        peers, size = self.peer.cells, self.page_size
+        old = peers[page]
+        if old != peer:
+            if old:
+                self._forget(page, old)
+            if peer > 0:
+                self._count(peer, 1)
+            peers[page] = peer
+        elif not peer:
+            return
+        if size > 1:
+            row = self._identity[peer * size : (peer + 1) * size] if peer else self._blank
+            self.mapping.cells[page * size : (page + 1) * size] = row
+
+    def _set_slot(self, slot: int, peer: int) -> None:
+        """A full slot maps to an SWA slot, or to none."""
+        page, size, mapping = slot // self.page_size, self.page_size, self.mapping.cells
+        if mapping[slot] == peer:
+            return
+        if size == 1:
+            self._set_page(slot, peer)
+            return
+        old = self.peer.cells[page]
+        aligned = not mapping[slot] and peer > 0 and peer % size == slot % size
+        if aligned and old in (0, peer // size):  # a request grows into its last page
+            mapping[slot] = peer
+            if not old:
+                self.peer.cells[page] = peer // size
+                self._count(peer // size, 1)
+            return
+        if old:
+            self._forget(page, old)
+        mapping[slot] = peer
+        row = mapping[page * size : (page + 1) * size]
+        used = {there // size for there in row if there > 0}
+        if len(used) <= 1 and all(
+            not there or (there > 0 and there % size == at) for at, there in enumerate(row)
+        ):
+            self.peer.cells[page] = next(iter(used), 0)
+        else:
+            self.peer.cells[page] = TORN
+            self.torn.add(page)
+        for there in used:
+            self._count(there, 1)
+
+    def _forget(self, page: int, old: int) -> None:
+        """A full page maps to nothing for the moment."""
+        if old > 0:
+            self._count(old, -1)
+        elif page in self.torn:
+            self.torn.discard(page)
+            size = self.page_size
+            row = self.mapping.cells[page * size : (page + 1) * size]
+            for there in {there // size for there in row if there > 0}:
+                self._count(there, -1)
+
+    def _count(self, swa_page: int, by: int) -> None:
+        mapped = self.mapped.cells
+        before = mapped[swa_page]
+        mapped[swa_page] = before + by
+        self.swa_mapped += (before + by > 0) - (before > 0)
+        self.shared += (before + by > 1) - (before > 1)

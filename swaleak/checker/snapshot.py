@@ -1,0 +1,124 @@
+"""The attributes of an allocator: captured, restored, and "did this call change anything?".
+
+There is one walk over them, ``entries``. What is captured is what ``Driver.parts`` shows:
+attributes are put back by reference, lists and other containers as fresh ones, and a tensor's
+content only if its version counter says that somebody wrote it. Tensors keep their identity, so
+that who shares storage with whom stays true. State in objects of other kinds is not seen here;
+the explorer finds that out by making calls again from the start.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from swaleak.allocator.write_guard import plain
+from swaleak.checker.shadow import Shadow
+from swaleak.checker.slot_table import Cells
+from swaleak.targets.driver import Driver
+
+Marks = list[tuple[object, int]]
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+SCALARS = (bool, int, float, str, type(None))
+
+
+class Length(int):
+    """How many items of a container follow."""
+
+
+def entries(value: object) -> Iterator[object]:
+    """Yield tensors and plain values of an attribute, containers one by one with their length."""
+    if isinstance(value, (Tensor, *SCALARS)):
+        yield value
+    elif isinstance(value, CONTAINERS):
+        yield Length(len(value))
+        for item in value.items() if isinstance(value, dict) else value:
+            yield from entries(item)
+
+
+def marks(driver: Driver) -> Marks:
+    """Return something that is the same as long as nothing in the allocator has been written.
+
+    Costs no copy and no synchronisation: a tensor is told by its identity and version counter.
+    """
+    return [
+        (entry, entry._version if isinstance(entry, Tensor) else 0)
+        for part in driver.parts()
+        for name, value in vars(part).items()
+        for entry in (name, *entries(value))
+    ]
+
+
+def unchanged(before: Marks, after: Marks) -> bool:
+    """Whether two lists of ``marks`` are of one state."""
+    return len(before) == len(after) and all(
+        version == now and (one is other or (not isinstance(one, Tensor) and one == other))
+        for (one, version), (other, now) in zip(before, after, strict=True)
+    )
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor, its content when it was captured, and its version counter by then."""
+
+    tensor: Tensor
+    content: Tensor
+    version: int
+
+
+class Snapshot:
+    """An allocator and its shadow at one point. Its cost is paid here: restoring is cheap."""
+
+    def __init__(self, driver: Driver, shadow: Shadow) -> None:
+        tensors: dict[int, Tensor] = {id(buffer): buffer for buffer in shadow.buffers.values()}
+        self.parts: list[tuple[dict[str, Any], dict[str, Any], list[tuple[str, Any]]]] = []
+        for part in driver.parts():
+            live, held = vars(part), []
+            for name, value in live.items():
+                if isinstance(value, Tensor):
+                    tensors[id(value)] = value
+                elif isinstance(value, CONTAINERS):
+                    held.append((name, copy(value)))
+                    tensors |= {id(t): t for t in entries(value) if isinstance(t, Tensor)}
+            self.parts.append((live, dict(live), held))
+        plains = [plain(tensor) for tensor in tensors.values()]
+        self.tensors = [_Tensor(tensor, tensor.clone(), tensor._version) for tensor in plains]
+        self.shadow = [_content(vars(where)) for where in (shadow, shadow.full, shadow.swa)]
+
+    def restore(self) -> None:
+        """Go back."""
+        for live, attributes, held in self.parts:
+            live.clear()  # attributes come and go, too
+            live.update(attributes)
+            for name, items in held:
+                live[name] = items[:] if type(items) is list else copy(items)
+        written = [w for w in self.tensors if w.tensor._version != w.version]
+        for w in written:
+            w.tensor.copy_(w.content)
+        for w in written:  # views share a counter: read it when all have been written
+            w.version = w.tensor._version
+        for live, scalars, arrays, containers in self.shadow:
+            live.update(scalars)
+            for cells, content in arrays:
+                cells[:] = content
+            for name, items in containers:
+                live[name] = items.copy()
+
+
+def _content(live: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any], list[Any]]:
+    """Return a shadow's attributes, its plain values, and copies of its arrays and containers."""
+    scalars, arrays, containers = {}, [], []
+    for name, value in live.items():
+        kind = type(value)
+        if kind in (dict, set, list):
+            containers.append((name, value.copy()))
+        elif kind is Cells:
+            arrays.append((value.cells, value.copy()))
+        elif kind in SCALARS:
+            scalars[name] = value
+    return live, scalars, arrays, containers

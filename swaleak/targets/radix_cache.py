@@ -1,0 +1,232 @@
+"""Makes, drives and reads SGLang's radix caches, run out of a source tree.
+
+Names are those of v0.5.18; where another release differs it is said.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from swaleak.errors import RAISED, StandInError, TargetError, format_error
+from swaleak.scenario.calls import PoolExhausted
+from swaleak.scenario.steps import Group, Step
+from swaleak.targets.driver import Driver, Sizes, State
+from swaleak.targets.loader import ModuleLoader
+
+MEM_CACHE = "sglang.srt.mem_cache"
+CLASSES = {
+    "swa": (f"{MEM_CACHE}.swa_radix_cache", "SWARadixCache"),
+    "unified": (f"{MEM_CACHE}.unified_radix_cache", "UnifiedRadixCache"),
+}
+# where the unified cache's parts are; the newer place, then that of 0.5.16 and before
+COMPONENTS = (f"{MEM_CACHE}.unified_cache.components", f"{MEM_CACHE}.unified_cache_components")
+UNMAPPED = -1  # the SWA page of a node that should have one and has none
+
+
+class Caches:
+    """The radix caches of one SGLang.
+
+    ``make_driver``: returns an allocator of it, from a strategy and pool sizes.
+    """
+
+    def __init__(
+        self, modules: ModuleLoader, make_driver: Callable[[str, Sizes], Driver], name: str
+    ) -> None:
+        self.module = modules.module
+        self.exists = modules.exists
+        self.make_driver = make_driver
+        self.name = name
+
+    @cached_property
+    def left_out(self) -> dict[str, str]:
+        """Which caches (``swa``, ``unified``) there are none of, and why."""
+        return {
+            cache: f"it has no {class_}"
+            for cache, (module, class_) in CLASSES.items()
+            if not self.exists(module)
+        }
+
+    def make(self, cache: str, strategy: str, sizes: Sizes, window: int) -> RadixCache:
+        """Return an empty cache (``swa``, ``unified``). ``window``: pages.
+
+        Raises ``TargetError`` if it cannot be made.
+        """
+        driver = self.make_driver(strategy, sizes)
+        page_size = sizes.page_size
+        try:
+            params_class = self.module(f"{MEM_CACHE}.cache_init_params").CacheInitParams
+            fields = {field.name for field in dataclasses.fields(params_class)}
+            extra: dict[str, Any] = {}
+            if cache == "unified":
+                extra["tree_components"] = (self.component.FULL, self.component.SWA)
+            if "tree_core_backend" in fields:  # 0.5.21 and later: that in Rust is no source
+                extra["tree_core_backend"] = "python"
+            params = params_class(
+                disable=False,
+                req_to_token_pool=None,
+                token_to_kv_pool_allocator=driver.allocator,
+                page_size=page_size,
+                sliding_window_size=window * page_size,
+                **extra,
+            )
+            return RadixCache(self, self._class(cache)(params), driver)
+        except TargetError:
+            raise
+        except (StandInError, *RAISED) as error:
+            reason = error if isinstance(error, StandInError) else format_error(error)
+            raise TargetError(f"{self.name}: its {cache} cache cannot be made: {reason}") from None
+
+    @cached_property
+    def component(self) -> Any:
+        """The unified cache's ``ComponentType``."""
+        name = next(name for name in COMPONENTS if self.exists(name))
+        return self.module(name).ComponentType
+
+    def key(self, prompt: str, page_size: int) -> Any:
+        """Return the cache's key for a prompt, ``page_size`` tokens per letter."""
+        tokens = [ord(c) * page_size + i for c in prompt for i in range(page_size)]
+        key_class = self.module(f"{MEM_CACHE}.radix_cache").RadixKey
+        return key_class(array.array("q", tokens))
+
+    def params(self, name: str, **values: Any) -> Any:
+        """Return one of SGLang's parameter objects, such as ``InsertParams``."""
+        return getattr(self.module(f"{MEM_CACHE}.base_prefix_cache"), name)(**values)
+
+    def _class(self, cache: str) -> Any:
+        module, name = CLASSES[cache]
+        return getattr(self.module(module), name)
+
+
+class Owned(NamedTuple):
+    """What one owner holds: full pages, beside each its SWA page (None: none), and slots in all."""
+
+    full: list[int]
+    swa: list[int | None]
+    slots: int
+
+
+class RadixCache:
+    """One cache over one allocator. Prompts are words, one letter per page."""
+
+    def __init__(self, caches: Caches, cache: Any, driver: Driver) -> None:
+        self.caches = caches
+        self.cache = cache
+        self.driver = driver
+        self.page_size = driver.page_size
+        self.in_group = False
+        self.locks: dict[str, list[tuple[Any, Any]]] = {}
+        self.waiting: dict[str, list[torch.Tensor]] = {}
+
+    def play(self, step: Step) -> None:
+        """Make one step. Raises what SGLang raises, and ``PoolExhausted``."""
+        if isinstance(step, Group):
+            self.in_group = step.edge == "begin"
+            (self.driver.group_begin if self.in_group else self.driver.group_end)()
+            return
+        match step.key, getattr(step, "value", None):
+            case "alloc", str(prompt):
+                self.waiting.setdefault(prompt, []).append(self._alloc(prompt))
+            case "insert", str(prompt):
+                self._insert(prompt)
+            case "match", str(prompt):
+                self._match(prompt)
+            case "lock", str(prompt):
+                node = self._match(prompt)
+                lock = self.cache.inc_lock_ref(node)
+                self.locks.setdefault(prompt, []).append((node, lock))
+            case "unlock", str(prompt):
+                self._unlock(*self.locks[prompt].pop())
+            case "evict_swa", int(pages):
+                self._evict(swa_num_tokens=pages * self.page_size)
+            case "evict_full", int(pages):
+                self._evict(num_tokens=pages * self.page_size)
+
+    def settle(self) -> None:
+        """Drop every lock that is left and let the cache check itself, if it can."""
+        for locks in self.locks.values():
+            while locks:
+                self._unlock(*locks.pop())
+        if hasattr(self.cache, "sanity_check"):
+            self.cache.sanity_check()
+
+    def state(self) -> State:
+        """Return the allocator's state."""
+        return self.driver.state()
+
+    def nodes(self) -> Iterator[tuple[str, Any]]:
+        """Yield the tree's nodes but for the root, each with the prompt that leads to it."""
+        root = getattr(self.cache, "root_node", None) or self.cache.tree_core.root_node
+        paths = [(root, "")]
+        while paths:
+            node, path = paths.pop()
+            for child in node.children.values():
+                tokens = list(child.key.token_ids[: len(child.key)])
+                letters = (chr(token // self.page_size) for token in tokens[:: self.page_size])
+                name = path + "".join(letters)
+                paths.append((child, name))
+                yield name, child
+
+    def owners(self) -> dict[str, Owned]:
+        """Return who should own what, read off the tree: a node is an owner.
+
+        The unified cache keeps the SWA slots of each node; where a cache does not, a node that is
+        no tombstone should own whatever its slots map to.
+        """
+        owners = {name: self._owned(node) for name, node in self.nodes()}
+        for prompt, waiting in self.waiting.items():
+            for i, slots in enumerate(waiting):
+                owned = Owned(self._pages(slots), self._peers(slots), len(slots))
+                owners[f"{prompt} (allocated {i})"] = owned
+        return owners
+
+    def _owned(self, node: Any) -> Owned:
+        if hasattr(node, "swa_tombstone"):
+            full = node.value
+            none: list[int | None] = [None] * (len(full) // self.page_size)
+            swa = none if node.swa_tombstone else self._peers(full)
+            return Owned(self._pages(full), swa, slots=len(full))
+        component = self.caches.component
+        full = node.component_data[component.FULL].value
+        kept = node.component_data[component.SWA].value
+        none = [None] * (len(full) // self.page_size)
+        return Owned(self._pages(full), none if kept is None else [*self._pages(kept)], len(full))
+
+    def _peers(self, full: torch.Tensor) -> list[int | None]:
+        return [page or UNMAPPED for page in self._pages(self.driver.translate(full))]
+
+    def _pages(self, slots: torch.Tensor) -> list[int]:
+        return cast("list[int]", (slots[:: self.page_size] // self.page_size).tolist())
+
+    def alloc(self, pages: int) -> torch.Tensor | None:
+        """Return int64[n], full slots with SWA peers, None if a pool is too small."""
+        call = self.driver.alloc if self.page_size == 1 else self.driver.alloc_pages
+        return call(pages * self.page_size)
+
+    def _alloc(self, prompt: str) -> torch.Tensor:
+        slots = self.alloc(len(prompt))
+        if slots is None:
+            raise PoolExhausted(f"{prompt}: the pools are too small")
+        return slots
+
+    def _insert(self, prompt: str) -> None:
+        waiting = self.waiting.get(prompt)
+        slots = waiting.pop(0) if waiting else self._alloc(prompt)
+        key = self.caches.key(prompt, self.page_size)
+        self.cache.insert(self.caches.params("InsertParams", key=key, value=slots))
+
+    def _match(self, prompt: str) -> Any:
+        key = self.caches.key(prompt, self.page_size)
+        params = self.caches.params("MatchPrefixParams", key=key)
+        return self.cache.match_prefix(params).last_device_node
+
+    def _evict(self, **tokens: int) -> None:
+        self.cache.evict(self.caches.params("EvictParams", **tokens))
+
+    def _unlock(self, node: Any, lock: Any) -> None:
+        self.cache.dec_lock_ref(node, lock.to_dec_params())
