@@ -639,9 +639,9 @@ def replay(
     header = read_header(trace)
     with target_output(), time_limit(timeout):
         [target] = open_targets([on], device)
-        from swaleak.checker.run import run_trace
         from swaleak.report.progress import ProgressLine
         from swaleak.report.traces import Replayed, replay_report
+        from swaleak.trace.replay import run_trace
         from swaleak.trace.to_scenario import sizes_of
 
         replayed = []
