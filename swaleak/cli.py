@@ -257,14 +257,17 @@ def show(
 
 
 @app.command()
-def doctor(format: Formats = Format.table, output: Output = None) -> None:
-    """Say what this machine has: torch, devices, an installed SGLang and what it ships."""
+def doctor(on: On = "auto", format: Formats = Format.table, output: Output = None) -> None:
+    """Say what this machine has: torch, devices, an installed SGLang and what it ships.
+
+    Also which names of SGLang swaleak provides itself when the target's code runs.
+    """
     check_output(output)
     with target_output():
         start_torch()
         from swaleak.report.doctor import doctor_report
 
-        report = doctor_report()
+        report = doctor_report(on)
     finish(report, format, output)
 
 
