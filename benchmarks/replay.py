@@ -34,12 +34,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swaleak.checker.run import TraceRun, run_trace
 from swaleak.scenario import calls
 from swaleak.scenario.calls import Call, Header, Line, Slots
 from swaleak.targets.driver import Driver, Sizes
 from swaleak.targets.open import Builtin
 from swaleak.trace.format import TraceReader, TraceWriter
+from swaleak.trace.replay import TraceRun, run_trace
 from swaleak.trace.to_scenario import sizes_of
 
 REQUESTS = 8  # a group

@@ -257,14 +257,17 @@ def show(
 
 
 @app.command()
-def doctor(format: Formats = Format.table, output: Output = None) -> None:
-    """Say what this machine has: torch, devices, an installed SGLang and what it ships."""
+def doctor(on: On = "auto", format: Formats = Format.table, output: Output = None) -> None:
+    """Say what this machine has: torch, devices, an installed SGLang and what it ships.
+
+    Also which names of SGLang swaleak provides itself when the target's code runs.
+    """
     check_output(output)
     with target_output():
         start_torch()
         from swaleak.report.doctor import doctor_report
 
-        report = doctor_report()
+        report = doctor_report(on)
     finish(report, format, output)
 
 
@@ -639,9 +642,9 @@ def replay(
     header = read_header(trace)
     with target_output(), time_limit(timeout):
         [target] = open_targets([on], device)
-        from swaleak.checker.run import run_trace
         from swaleak.report.progress import ProgressLine
         from swaleak.report.traces import Replayed, replay_report
+        from swaleak.trace.replay import run_trace
         from swaleak.trace.to_scenario import sizes_of
 
         replayed = []

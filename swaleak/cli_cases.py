@@ -113,7 +113,8 @@ def about(targets: Sequence[Target]) -> About:
     header = f"swaleak {__version__}: {', '.join(shown)} on {where}"
     notes = tuple(note for target in targets for note in target.notes)
     patched = frozenset(target.name for target in targets if is_patched(target))
-    return About(header, notes, str(torch.__version__), targets[0].device, patched)
+    stand_ins = {target.name: target.stand_ins for target in targets if target.stand_ins}
+    return About(header, notes, str(torch.__version__), targets[0].device, patched, stand_ins)
 
 
 def is_patched(target: Target) -> bool:

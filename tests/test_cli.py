@@ -539,6 +539,27 @@ def test_output_files(ending: str, cli: Cli, tmp_path: Path) -> None:
     assert "leak" in file.read_text()
 
 
+@pytest.mark.wheels
+def test_doctor_and_json_list_what_stands_in_for_the_rest_of_sglang(cli: Cli) -> None:
+    [facts] = json.loads(cli("doctor", "--on", wheel("0.5.18"), "-f", "json").out)["results"]
+    helpers = ["is_hip", "is_npu", "get_bool_env_var", "get_num_new_pages", "next_power_of_2"]
+    assert set(facts["stand_ins"]) == {
+        "sglang.kernels.ops.memory.allocator.alloc_decode_kernel",
+        "sglang.kernels.ops.memory.allocator.alloc_extend_kernel",
+        "sglang.srt.disaggregation.kv_events.StorageMedium",
+        "sglang.srt.mem_cache.base_swa_memory_pool.BaseSWAKVPool",
+        *(
+            f"sglang.srt.mem_cache.hicache_storage.PoolName{n}"
+            for n in ("", ".KV", ".MAMBA", ".SWA")
+        ),
+        *(f"sglang.srt.utils.common.{name}" for name in ("ceil_align", "get_num_new_pages")),
+        *(f"sglang.srt.utils.{name}" for name in helpers),
+    }
+    report = json.loads(cli("repro", "--on", wheel("0.5.18"), "-f", "json").out)
+    [(target, names)] = report["stand_ins"].items()
+    assert (target, set(names) < set(facts["stand_ins"])) == ("sglang 0.5.18", True)
+
+
 def test_list_show_doctor(cli: Cli) -> None:
     listed = json.loads(cli("list", "-f", "json").out)["results"]
     assert next(s["scenario"] for s in listed) == "tombstone-recovery"

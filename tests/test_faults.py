@@ -23,7 +23,7 @@ from benchmarks.sizes import SIZES, measure
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategies import STRATEGIES
 from swaleak.checker import case
-from swaleak.checker.run import Execution, run_trace
+from swaleak.checker.run import Execution
 from swaleak.errors import ScriptError, TargetError
 from swaleak.files import STALE_SECONDS, write_text
 from swaleak.live import plugin
@@ -36,6 +36,7 @@ from swaleak.targets.driver import Driver
 from swaleak.targets.open import Builtin
 from swaleak.targets.sources import from_release
 from swaleak.trace.format import TraceReader
+from swaleak.trace.replay import run_trace
 from swaleak.trace.to_scenario import sizes_of
 from tests.conftest import ROOT, Cli, wheel
 

@@ -15,7 +15,7 @@ from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategies import STRATEGIES
 from swaleak.checker import slot_table
 from swaleak.checker.compare import _complementary
-from swaleak.checker.run import Execution, TraceRun, run_script, run_trace
+from swaleak.checker.run import Execution, run_script
 from swaleak.live import plugin
 from swaleak.scenario import steps
 from swaleak.scenario.calls import (
@@ -31,6 +31,7 @@ from swaleak.scenario.steps import Step
 from swaleak.targets.driver import Driver
 from swaleak.targets.open import Builtin
 from swaleak.trace.format import TraceReader
+from swaleak.trace.replay import TraceRun, run_trace
 from swaleak.trace.to_scenario import sizes_of
 from tests.test_property import SIZES, scripts
 

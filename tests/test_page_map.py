@@ -14,7 +14,7 @@ from rich.console import Console
 
 from swaleak.allocator.strategies import STRATEGIES
 from swaleak.checker.case import run_case
-from swaleak.checker.compare import Page
+from swaleak.checker.page_map import Page
 from swaleak.checker.run import run_script as replay
 from swaleak.errors import ScriptError
 from swaleak.report.cases import case_json

@@ -21,8 +21,8 @@ from swaleak.scenario.toml import Scenario, to_toml
 from swaleak.targets import open as targets
 from swaleak.targets.loader import ModuleLoader
 from swaleak.targets.open import open_target, open_targets
-from swaleak.targets.patch import split
-from swaleak.targets.sources import ALLOCATOR, MEM_CACHE, SourceTree, is_read
+from swaleak.targets.patch import patched, split
+from swaleak.targets.sources import ALLOCATOR, MEM_CACHE, SourceTree, from_wheel, is_read
 from tests.conftest import GIT, Cli, unpack, wheel
 
 SWA = f"{ALLOCATOR}/swa.py"
@@ -468,6 +468,29 @@ def test_a_patch_of_a_cache_is_judged(cache: str, tmp_path: Path) -> None:
         cases = [run_case(script, target, "shipped", 4, cache=cache) for script in scripts]
         found.append({case.scenario.name for case in cases if case.verdict != "clean"})
     assert found == [set(), {f"tree/{name}:{cache}" for name in failing}]
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize(("old", "new"), [("0.5.14", "0.5.15.post1"), ("0.5.18", "0.5.17")])
+def test_a_plain_diff_of_two_releases_makes_one_into_the_other(
+    old: str, new: str, tmp_path: Path
+) -> None:
+    """As ``diff -ruN`` makes it, of all of ``mem_cache``: most of its files are not read."""
+    texts: list[dict[str, str]] = []
+    for version in (old, new):
+        with zipfile.ZipFile(wheel(version)) as archive:
+            names = [n for n in archive.namelist() if n.startswith(MEM_CACHE) and n[-3:] == ".py"]
+            texts.append({name: archive.read(name).decode() for name in names})
+    before, after = texts
+    with (tmp_path / "a.diff").open("w") as file:
+        for path in sorted(before.keys() | after.keys()):
+            lines = (text.get(path, "").splitlines(keepends=True) for text in texts)
+            named = (f"{version}/python/{path}" for version in (old, new))
+            file.writelines(difflib.unified_diff(*lines, *named))
+    tree, (left_out,) = patched(from_wheel(wheel(old)), [str(tmp_path / "a.diff")])
+    read = {path: text for path, text in tree.files.items() if path.startswith(MEM_CACHE)}
+    assert read == {path: text for path, text in after.items() if is_read(path)}
+    assert left_out.split()[0].isdecimal()
 
 
 @pytest.mark.wheels

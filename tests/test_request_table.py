@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from swaleak.allocator.strategies import STRATEGIES
 from swaleak.checker.case import run_case
-from swaleak.checker.run import run_script, run_trace
+from swaleak.checker.run import run_script
 from swaleak.explorer.breadth_first import BreadthFirst
 from swaleak.scenario import catalogue, steps
 from swaleak.scenario.contract import Rules
 from swaleak.targets.driver import Sizes
 from swaleak.targets.open import Builtin
 from swaleak.trace.format import TraceReader
+from swaleak.trace.replay import run_trace
 from swaleak.trace.to_scenario import sizes_of
 from tests.conftest import sglang
 from tests.request_table import VIEWS, TableTarget, row

@@ -21,10 +21,10 @@ import pytest
 
 from swaleak.allocator.strategies import STRATEGIES
 from swaleak.checker.case import run_case
-from swaleak.checker.run import run_trace
 from swaleak.scenario.toml import parse, to_toml
 from swaleak.targets.open import open_target
 from swaleak.trace.format import TraceReader
+from swaleak.trace.replay import run_trace
 from swaleak.trace.to_scenario import reduce, sizes_of
 from tests.conftest import ROOT, wheel
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from swaleak.allocator.hybrid import HybridAllocator
 from swaleak.allocator.strategies import STRATEGIES
 from swaleak.checker.case import run_case
-from swaleak.checker.run import Execution, TraceRun, run_trace
+from swaleak.checker.run import Execution
 from swaleak.errors import ScriptError, UsageError
 from swaleak.live import plugin
 from swaleak.live.auditor import Gauge, Release
@@ -28,6 +28,7 @@ from swaleak.scenario.toml import parse, to_toml
 from swaleak.targets.driver import Driver, Sizes, graft, shipped_strategy
 from swaleak.targets.open import Builtin, kv_pool_for
 from swaleak.trace.format import TraceReader
+from swaleak.trace.replay import TraceRun, run_trace
 from swaleak.trace.to_scenario import reduce, sizes_of
 from tests.conftest import sglang
 from tests.request_table import TableDriver

@@ -58,27 +58,6 @@ class Comparison:
         return "corrupt" if self.violations else "clean"
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One SWA page that is not simply free, for the page map.
-
-    ``owners``: the nodes that should have it; more than one is a fault, none means nobody.
-    ``held``: it is not in the free list. ``mapped``: the mapping reaches it. ``queued``: nobody's
-    any more, but held until the open group ends.
-    """
-
-    page: int
-    owners: tuple[str, ...]
-    held: bool
-    mapped: bool
-    queued: bool
-
-    @property
-    def stranded(self) -> bool:
-        """Whether it is held and neither owned nor waiting."""
-        return self.held and not self.owners and not self.queued
-
-
 class Reading(NamedTuple):
     """An allocator's state on the host.
 
@@ -143,37 +122,6 @@ def compare_pages(reading: Reading, shadow: Shadow) -> Comparison:
     )
 
 
-def page_map(reading: Reading, shadow: Shadow, before: tuple[Page, ...]) -> tuple[Page, ...]:
-    """Return every SWA page that is held, mapped, owned, or that a free list should not hold.
-
-    ``before``: the pages after the step before; what was stranded then does not wait now.
-    """
-    owners: dict[int, list[str]] = {}
-    for name, node in (shadow.nodes | shadow.orphans()).items():
-        for page in shadow.peers(node):
-            if page > 0:
-                owners.setdefault(page, []).append(name)
-    held, reached = _pages(reading.swa_times == 0), _pages(reading.reached)
-    waiting: set[int] = set()
-    if shadow.in_group:
-        waiting = held - owners.keys() - {page.page for page in before if page.stranded}
-    listed_twice = _pages(reading.swa_times > 1)
-    shown = held | reached | owners.keys() | listed_twice | set(reading.swa_reserved)
-    old = {page.page: page for page in before}
-    pages = (
-        Page(
-            page,
-            tuple(owners.get(page, ())),
-            page in held,
-            page in reached,
-            page in waiting,
-        )
-        for page in sorted(shown)
-    )
-    # most pages stay as they were; a run of many steps shares them
-    return tuple(old[page.page] if old.get(page.page) == page else page for page in pages)
-
-
 def _violations(reading: Reading, shadow: Shadow) -> list[Violation]:
     """Return every difference, by kind."""
     found: dict[tuple[str, str | None, str | None], list[int]] = {}
@@ -190,9 +138,9 @@ def _violations(reading: Reading, shadow: Shadow) -> list[Violation]:
     ):
         free = times > 0
         for kind, pages in (
-            ("leak", _pages(~used & ~free)),
-            ("dangling", _pages(used & free)),
-            ("double-free", _pages(times > 1)),
+            ("leak", marked(~used & ~free)),
+            ("dangling", marked(used & free)),
+            ("double-free", marked(times > 1)),
             ("reserved", reserved),
         ):
             for page in sorted(pages):
@@ -267,7 +215,7 @@ def _listed(free: Tensor, pages: int) -> Tensor:
     return listed
 
 
-def _pages(marks: Tensor) -> set[int]:
+def marked(marks: Tensor) -> set[int]:
     """Return the pages that are marked, bool[pages + 1]; page 0 is padding."""
     return set((marks[1:].nonzero().view(-1) + 1).tolist())
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from swaleak.checker.compare import Comparison, compare_pages, page_map, read
+from swaleak.checker.compare import Comparison, compare_pages, read
+from swaleak.checker.page_map import page_map
 from swaleak.checker.run import Findings, Run, StepResult, unmet_expectations
 from swaleak.checker.shadow import Shadow
 from swaleak.errors import RAISED, ScriptError, format_error

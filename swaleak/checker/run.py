@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from swaleak.checker.compare import (
     Comparison,
-    Page,
     Violation,
     compare,
     compare_pages,
-    page_map,
     read,
 )
+from swaleak.checker.page_map import Page, page_map
 from swaleak.checker.shadow import Shadow
 from swaleak.checker.snapshot import Marks, marks, unchanged
 from swaleak.errors import RAISED, ScriptError, format_error
 from swaleak.scenario import steps
-from swaleak.scenario.calls import (
-    Call,
-    GroupEnd,
-    Header,
-    Line,
-    PoolExhausted,
-    WrongAllocation,
-)
+from swaleak.scenario.calls import Call, PoolExhausted, WrongAllocation
 from swaleak.scenario.contract import ALLOCATES, check_room, check_size, refusal
 from swaleak.scenario.steps import Step
 from swaleak.targets.driver import Driver
@@ -295,91 +287,6 @@ class _ScriptRunner:
             substituted=tuple(self.execution.driver.substituted.items()),
             steps=tuple(self.steps),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """A free group of a trace has ended. Counts are SWA pages; ``recorded``: those of the trace."""
-
-    group: int
-    line: int
-    physical: int
-    mapped: int
-    recorded: tuple[int | None, int | None]
-    violations: tuple[Violation, ...]
-
-
-@dataclass(slots=True)
-class TraceRun:
-    """What came out of a trace so far.
-
-    ``first_bad``: the first group after which something was wrong. ``differ``: groups after which
-    the counts were not as recorded. ``raised``: what the allocator raised, and at which line.
-    ``exhausted``: the line at which a pool ran dry.
-    """
-
-    groups: int = 0
-    calls: int = 0
-    last: GroupResult | None = None
-    first_bad: GroupResult | None = None
-    differ: int = 0
-    raised: tuple[int, str] | None = None
-    exhausted: int | None = None
-    verdict: str = "clean"
-
-
-def run_trace(
-    trace: Iterable[Header | Line],
-    make: Callable[[Header], Driver],
-    until: Callable[[TraceRun], bool] = lambda _: False,
-) -> TraceRun:
-    """Make every call of a trace on an allocator from ``make``, and judge after each group.
-
-    Stops early where the allocator raises, where a pool runs dry, or when ``until`` says so after
-    a group. Raises ``ScriptError`` (with the line) for a trace that makes no sense.
-    """
-    result, findings = TraceRun(), Findings()
-    execution: Execution | None = None
-    for item in trace:
-        if isinstance(item, Header):
-            execution = Execution(make(item))
-            continue
-        assert execution is not None  # a reader yields a header first
-        number, call = item
-        result.calls += 1
-        try:
-            execution.call(call)
-            if isinstance(call, GroupEnd):
-                _judge_group(execution, number, call, result, findings)
-        except ScriptError as error:
-            raise ScriptError(f"line {number}: {error}") from None
-        except PoolExhausted:
-            findings.exhausted = result.exhausted = number
-            break
-        except RAISED as error:  # whatever SGLang's code raises is a result, not a crash
-            result.raised = (number, format_error(error))
-            findings.raised = (*result.raised, False)
-            break
-        if isinstance(call, GroupEnd) and until(result):
-            break
-    result.verdict = findings.verdict
-    return result
-
-
-def _judge_group(
-    execution: Execution, number: int, end: GroupEnd, result: TraceRun, findings: Findings
-) -> None:
-    seen = compare(execution.driver.state(), execution.shadow)
-    findings.compared(number, seen)
-    result.groups += 1
-    # a recorder takes pages that are about to be mapped for mapped
-    mapped = seen.mapped + len(execution.shadow.unmapped)
-    recorded, counts = (end.physical, end.mapped), (seen.physical, mapped)
-    result.last = GroupResult(result.groups, number, *counts, recorded, seen.violations)
-    result.differ += recorded not in (counts, (None, None))
-    result.verdict = findings.verdict
-    if seen.violations and result.first_bad is None:
-        result.first_bad = result.last
 
 
 def is_refusal(step: Step, error: BaseException, before: Marks, after: Marks) -> bool:

@@ -97,7 +97,7 @@ class Shadow:
             for page, peer in zip(full.pages, swa.pages, strict=True):
                 self._set_page(page, peer)
         else:
-            for slot, peer in zip(full.slots.tolist(), swa.slots.tolist(), strict=True):
+            for slot, peer in zip(full.numbers(), swa.numbers(), strict=True):
                 self._set_slot(slot, peer)
         self.unmapped.difference_update(swa.pages)
 
@@ -117,7 +117,7 @@ class Shadow:
             for page in full.pages:
                 self._set_page(page, 0)
         else:
-            for slot in full.slots.tolist():
+            for slot in full.numbers():
                 self._set_slot(slot, 0)
 
     def free(self, full: Span, *, full_side: bool, swa_side: bool) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from swaleak.errors import ScriptError
 from swaleak.scenario.calls import Slots
 
-FEW = 64  # slots
+FEW = 64  # slots of an allocation
+MANY = 256  # slots of several allocations together
 SWEEP = 1024  # allocations after which those that cannot be referred to are forgotten
 LARGE = 2**16  # cells
 
@@ -44,12 +45,21 @@ class Cells:
 class Span(NamedTuple):
     """Slots, int64[n], on the host. ``pages``: those that they lie in, in order.
 
-    ``whole``: the slots are these pages, whole and in order.
+    ``whole``: the slots are these pages, whole and in order. ``few``: the slots once more, for
+    Python; None if they are many.
     """
 
     slots: Tensor
     pages: Sequence[int]
     whole: bool
+    few: list[int] | None
+
+    def numbers(self) -> list[int]:
+        """Return the slots."""
+        return self.slots.tolist() if self.few is None else self.few
+
+
+Cut = tuple[Span, int, int]  # an allocation, the first and the stop of those of its slots
 
 
 class SlotTable:
@@ -96,15 +106,34 @@ class SlotTable:
 
         Raises ``ScriptError`` for a number that refers to no slot.
         """
-        spans = self._spans(ranges)
-        if not spans:
-            return span_of(torch.zeros(0, dtype=torch.int64, device="cpu"), self.page_size)
-        if len(spans) == 1 and spans[0].whole:
-            slots, pages, _ = spans[0]
-            return Span(slots.clone(), pages, True)
-        slots = torch.cat([span.slots for span in spans])
-        if all(span.whole for span in spans):
-            return Span(slots, [page for span in spans for page in span.pages], True)
+        if len(ranges) == 1:  # most calls are about an allocation as it was handed out
+            first, total = ranges[0]
+            whole = self.spans.get(first)
+            if whole is not None and total == whole.slots.numel():
+                self._check(first, whole.pages)
+                return Span(whole.slots.clone(), whole.pages, whole.whole, whole.few)
+        cuts = self._cuts(ranges)
+        if len(cuts) == 1:
+            return self._copy(*cuts[0])
+        count, few = 0, True
+        for span, low, high in cuts:
+            count += high - low
+            few = few and span.few is not None
+        if few and count <= MANY:
+            numbers = [n for span, low, high in cuts for n in (span.few or ())[low:high]]
+            slots = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            return _span_of_few(slots, numbers, self.page_size)
+        slots = torch.cat([span.slots[low:high] for span, low, high in cuts])
+        if all(self._is_whole(*cut) for cut in cuts):
+            return Span(slots, [page for cut in cuts for page in self._pages(*cut)], True, None)
+        return span_of(slots, self.page_size)
+
+    def _copy(self, span: Span, low: int, high: int) -> Span:
+        slots = span.slots[low:high].clone()
+        if span.few is not None:
+            return _span_of_few(slots, span.few[low:high], self.page_size)
+        if self._is_whole(span, low, high):
+            return Span(slots, [*self._pages(span, low, high)], True, None)
         return span_of(slots, self.page_size)
 
     def slot(self, number: int) -> int:
@@ -114,23 +143,27 @@ class SlotTable:
 
     def pages_of(self, ranges: Slots) -> tuple[int, ...]:
         """Return the pages of slots, each once, in order."""
-        return tuple(dict.fromkeys(page for span in self._spans(ranges) for page in span.pages))
+        cuts = self._cuts(ranges)
+        return tuple(dict.fromkeys(page for cut in cuts for page in self._pages(*cut)))
 
-    def _spans(self, ranges: Slots) -> list[Span]:
-        if len(ranges) == 1:
-            first, count = ranges[0]
+    def _cuts(self, ranges: Slots) -> list[Cut]:
+        """Return where slots are, allocation by allocation."""
+        cuts: list[Cut] = []
+        for first, count in ranges:
             span = self.spans.get(first)
             if span is not None and count == span.slots.numel():
                 self._check(first, span.pages)
-                return [span]
-        return [part for first, count in ranges for part in self._parts(first, count)]
+                cuts.append((span, 0, count))
+            else:
+                cuts += self._cut(first, count)
+        return cuts
 
-    def _parts(self, first: int, count: int) -> Iterable[Span]:
-        """Yield the slots of one range, allocation by allocation."""
+    def _cut(self, first: int, count: int) -> Iterable[Cut]:
         if first == 0:
             if count > (self.pages + 1) * self.page_size:  # before anything of that size is made
                 raise ScriptError("more slots than the pool has")
-            yield Span(torch.zeros(count, dtype=torch.int64, device="cpu"), [0], False)
+            slots = torch.zeros(count, dtype=torch.int64, device="cpu")
+            yield Span(slots, [0], False, [0] * count if count <= FEW else None), 0, count
             return
         stop = first + count
         while first < stop:
@@ -141,17 +174,22 @@ class SlotTable:
             if span is None or first - start >= total:
                 raise ScriptError(f"nobody holds the slot with number {first}")
             low, high = first - start, min(stop - start, total)
-            part = span if high - low == total else self._slice(span, low, high)
-            self._check(start, part.pages)
-            yield part
+            self._check(start, self._pages(span, low, high))
+            yield span, low, high
             first = start + high
 
-    def _slice(self, span: Span, low: int, high: int) -> Span:
+    def _is_whole(self, span: Span, low: int, high: int) -> bool:
+        return span.whole and low % self.page_size == high % self.page_size == 0
+
+    def _pages(self, span: Span, low: int, high: int) -> Iterable[int]:
+        """Return the pages of some of an allocation's slots, perhaps some of them twice."""
         size = self.page_size
-        slots = span.slots[low:high]
-        if span.whole and low % size == high % size == 0:
-            return Span(slots, span.pages[low // size : high // size], True)
-        return span_of(slots, size)
+        if span.whole:
+            return span.pages[low // size : -(-high // size)]
+        if span.few is not None:
+            return [slot // size for slot in span.few[low:high]]
+        pages: list[int] = torch.unique_consecutive(span.slots[low:high] // size).tolist()
+        return pages
 
     def _check(self, first: int, pages: Iterable[int]) -> None:
         for page in pages:
@@ -175,21 +213,25 @@ def _offsets(page_size: int) -> Tensor:
 
 def span_of(slots: Tensor, page_size: int) -> Span:
     """Return slots, int64[n] on the host, with the pages that they lie in."""
-    if page_size == 1:
-        return Span(slots, slots.tolist(), True)
     count = slots.numel()
-    if count <= FEW:  # kernels would take longer
-        numbers = slots.tolist()
-        pages = [first // page_size for first in numbers[::page_size]]
-        if numbers == [page * page_size + at for page in pages for at in range(page_size)]:
-            return Span(slots, pages, True)
-        return Span(slots, list(dict.fromkeys(number // page_size for number in numbers)), False)
+    if page_size == 1 or count <= FEW:  # kernels would take longer
+        return _span_of_few(slots, slots.tolist(), page_size)
     if count % page_size == 0:
         rows = slots.view(-1, page_size)
         firsts = rows[:, 0].tolist()
         if not any(first % page_size for first in firsts) and torch.equal(
             rows, rows[:, :1] + _offsets(page_size)
         ):
-            return Span(slots, [first // page_size for first in firsts], True)
+            return Span(slots, [first // page_size for first in firsts], True, None)
     pages = (slots // page_size).tolist()
-    return Span(slots, list(dict.fromkeys(pages)), False)
+    return Span(slots, list(dict.fromkeys(pages)), False, None)
+
+
+def _span_of_few(slots: Tensor, few: list[int], page_size: int) -> Span:
+    if page_size == 1:
+        return Span(slots, few, True, few)
+    if len(few) % page_size == 0:
+        pages = [first // page_size for first in few[::page_size]]
+        if few == [page * page_size + at for page in pages for at in range(page_size)]:
+            return Span(slots, pages, True, few)
+    return Span(slots, list(dict.fromkeys([slot // page_size for slot in few])), False, few)

@@ -30,7 +30,7 @@ from swaleak.report.model import (
 )
 
 if TYPE_CHECKING:
-    from swaleak.checker.compare import Page
+    from swaleak.checker.page_map import Page
 
 MARKS = {  # by whether the sources are patched
     False: "! as shipped: not what is known of that release.",

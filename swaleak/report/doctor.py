@@ -10,15 +10,26 @@ from typing import Any
 import torch
 
 from swaleak import __version__
+from swaleak.checker.case import run_case
 from swaleak.errors import Interrupted, SwaleakError
 from swaleak.report.model import Grid, Report, Section, cells
 from swaleak.scenario import catalogue
 from swaleak.targets import sources
-from swaleak.targets.open import choose_device, describe_device, open_target
+from swaleak.targets.open import (
+    SHIPPED,
+    ClassTarget,
+    Target,
+    choose_device,
+    describe_device,
+    open_target,
+)
 
 
-def doctor_report() -> Report:
-    """Return versions, devices and the installed SGLang; ``ok`` is False if that cannot be read."""
+def doctor_report(on: str) -> Report:
+    """Return versions, devices, the installed SGLang, and what stands in for the rest of a target.
+
+    ``on``: the target's name. ``ok`` is False if the installed SGLang cannot be read.
+    """
     device = choose_device("auto")
     every = catalogue.catalogue()
     caches = sum(bool(scenario.caches) for scenario in every)
@@ -43,10 +54,25 @@ def doctor_report() -> Report:
     except SwaleakError as error:
         ok, facts["sglang"] = False, str(error)
     rows = tuple(cells(k, ", ".join(v) if isinstance(v, list) else v) for k, v in facts.items())
-    section = Section("", Grid(("what", "here"), rows))
+    sections = [Section("", Grid(("what", "here"), rows))]
+    if ok and (on != "auto" or sources.is_installed()):
+        target = open_target(on, device)
+        facts["stand_ins"] = names = _stand_ins(target)
+        title = f"Names of SGLang that swaleak provides itself when {target.name} runs"
+        sections.append(Section(title, lines=tuple(names or ["none"])))
     body = {"results": [facts]}
     header = f"swaleak {__version__}"
-    return Report("doctor", ok, header, (section,), body, str(torch.__version__), device)
+    return Report("doctor", ok, header, tuple(sections), body, str(torch.__version__), device)
+
+
+def _stand_ins(target: Target) -> list[str]:
+    """Run the scenarios of its caches, and return what swaleak has provided for them."""
+    if isinstance(target, ClassTarget) and target.modules:
+        for scenario in catalogue.catalogue():
+            for cache in scenario.caches:
+                if cache not in target.caches.left_out:
+                    run_case(scenario, target, SHIPPED, 4, cache=cache)
+    return list(target.stand_ins)
 
 
 def _cuda_devices() -> list[str]:

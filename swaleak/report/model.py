@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from swaleak.errors import page_list, plural
@@ -144,7 +144,8 @@ class Report:
 class About:
     """What a report is about: its first line, notes on the targets, torch and the device.
 
-    ``patched``: the labels of the targets that ``--patch`` has changed.
+    ``patched``: the labels of the targets that ``--patch`` has changed. ``stand_ins``: by label,
+    SGLang's names that swaleak has provided in place of SGLang.
     """
 
     header: str
@@ -152,14 +153,19 @@ class About:
     torch: str
     device: str
     patched: frozenset[str] = frozenset()
+    stand_ins: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def report(
         self, command: str, ok: bool, sections: Iterable[Section], results: list[Any], **more: Any
     ) -> Report:
         """Return a report with these notes on its targets ahead of its sections."""
         notes = [Section(lines=self.notes)] if self.notes else []
-        shown, body = (*notes, *sections), {"results": results}
-        return Report(command, ok, self.header, shown, body, self.torch, self.device, **more)
+        body: dict[str, Any] = {"results": results}
+        if self.stand_ins:
+            body["stand_ins"] = self.stand_ins
+        return Report(
+            command, ok, self.header, (*notes, *sections), body, self.torch, self.device, **more
+        )
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -16,7 +16,7 @@ from swaleak.scenario import steps
 
 if TYPE_CHECKING:
     from swaleak.checker.case import Case
-    from swaleak.checker.compare import Page
+    from swaleak.checker.page_map import Page
     from swaleak.checker.run import Run, StepResult
 
 WIDTH = 80  # columns

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swaleak.checker.run import TraceRun
 from swaleak.errors import counted
 from swaleak.report.model import (
     STYLES,
@@ -21,6 +20,7 @@ from swaleak.report.model import (
     violations_json,
     violations_text,
 )
+from swaleak.trace.replay import TraceRun
 from swaleak.trace.to_scenario import Reduced
 
 

@@ -48,7 +48,7 @@ class Part(Struct, frozen=True):
 
 
 class Step(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One step. ``key``: its name in a scenario file, where it is also the key of its node."""
+    """One step. ``key``: its name in a scenario file, the key of its first field."""
 
     key: ClassVar[str] = ""
 
@@ -76,8 +76,6 @@ class Alloc(Step, frozen=True):
     node: Name = field(name="alloc")
     pages: Count = 1
 
-    key: ClassVar[str] = "alloc"
-
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         call = calls.Alloc if shadow.page_size == 1 else calls.AllocPages
         yield call(shadow.full.next, shadow.swa.next, self.pages * shadow.page_size)
@@ -96,8 +94,6 @@ class AllocTail(Step, frozen=True):
     node: Name = field(name="alloc_tail")
     pages: Count = 1
     tail: FromZero = 1
-
-    key: ClassVar[str] = "alloc_tail"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         size = shadow.page_size
@@ -123,8 +119,6 @@ class Extend(Step, frozen=True):
 
     node: Name = field(name="extend")
     tokens: Count = 1
-
-    key: ClassVar[str] = "extend"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         first, swa, tokens = shadow.full.next, shadow.swa.next, self.tokens
@@ -153,7 +147,6 @@ class Decode(Step, frozen=True):
 
     node: Name = field(name="decode")
 
-    key: ClassVar[str] = "decode"
     tokens: ClassVar[int] = 1
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
@@ -226,7 +219,6 @@ class Free(FreeStep, frozen=True):
 
     node: Name = field(name="free")
 
-    key: ClassVar[str] = "free"
     call: ClassVar[type[calls.FreeCall]] = calls.Free
 
 
@@ -235,7 +227,6 @@ class FreeSwa(FreeStep, frozen=True):
 
     node: Name = field(name="free_swa")
 
-    key: ClassVar[str] = "free_swa"
     call: ClassVar[type[calls.FreeCall]] = calls.FreeSwa
 
 
@@ -244,7 +235,6 @@ class FreeFull(FreeStep, frozen=True):
 
     node: Name = field(name="free_full")
 
-    key: ClassVar[str] = "free_full"
     call: ClassVar[type[calls.FreeCall]] = calls.FreeFull
 
 
@@ -253,7 +243,6 @@ class FreeSegment(FreeStep, frozen=True):
 
     node: Name = field(name="free_segment")
 
-    key: ClassVar[str] = "free_segment"
     call: ClassVar[type[calls.FreeCall]] = calls.FreeSegment
 
 
@@ -262,7 +251,6 @@ class FreeSwaSegment(FreeStep, frozen=True):
 
     node: Name = field(name="free_swa_segment")
 
-    key: ClassVar[str] = "free_swa_segment"
     call: ClassVar[type[calls.FreeCall]] = calls.FreeSwaSegment
 
 
@@ -271,8 +259,6 @@ class Recover(Step, frozen=True):
 
     node: Name = field(name="recover")
     source: Name = field(name="from")
-
-    key: ClassVar[str] = "recover"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         yield from Adopt.lower(self, shadow)  # type: ignore[arg-type]
@@ -291,8 +277,6 @@ class Adopt(Step, frozen=True):
     node: Name = field(name="adopt")
     source: Name = field(name="from")
 
-    key: ClassVar[str] = "adopt"
-
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         node = shadow.nodes[self.node] if self.node in shadow.nodes else shadow.freed[self.node]
         source = shadow.nodes[self.source]
@@ -307,8 +291,6 @@ class Replace(Step, frozen=True):
 
     node: Name = field(name="replace")
     source: Name = field(name="from")
-
-    key: ClassVar[str] = "replace"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         node = shadow.nodes[self.node]
@@ -326,8 +308,6 @@ class LoadBack(Step, frozen=True):
 
     node: Name = field(name="load_back")
 
-    key: ClassVar[str] = "load_back"
-
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         node, first = shadow.nodes[self.node], shadow.swa.next
         yield calls.AllocSwa(first, len(node.pages) * shadow.page_size)
@@ -340,8 +320,6 @@ class Overwrite(Step, frozen=True):
     node: Name = field(name="overwrite")
     source: Name = field(name="from")
 
-    key: ClassVar[str] = "overwrite"
-
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         yield calls.Overwrite(self.node, shadow.nodes[self.source].numbers)
 
@@ -352,8 +330,6 @@ class Group(Step, frozen=True):
     """``edge`` is "begin" (``free_group_begin``) or "end" (``free_group_end``)."""
 
     edge: str = field(name="group")
-
-    key: ClassVar[str] = "group"
 
     def lower(self, shadow: Shadow) -> Iterator[Call]:
         yield calls.GroupBegin() if self.edge == "begin" else calls.GroupEnd()
@@ -368,21 +344,21 @@ class Expect(Step, frozen=True):
     physical: FromZero | None = None
     mapped: FromZero | None = None
 
-    key: ClassVar[str] = "expect"
+    key: ClassVar[str] = "expect"  # its value is a table
 
     def __str__(self) -> str:
         wanted = {"physical": self.physical, "mapped": self.mapped}
         return "expect " + ", ".join(f"{k} {v}" for k, v in wanted.items() if v is not None)
 
 
-STEPS: dict[str, type[Any]] = {
-    step.key: step
-    for step in (
-        *(Alloc, AllocTail, Extend, Decode),
-        *(Free, FreeSwa, FreeFull, FreeSegment, FreeSwaSegment),
-        *(Recover, Adopt, Replace, LoadBack, Overwrite, Group, Expect),
-    )
-}
+_STEPS: tuple[type[Step], ...] = (
+    *(Alloc, AllocTail, Extend, Decode),
+    *(Free, FreeSwa, FreeFull, FreeSegment, FreeSwaSegment),
+    *(Recover, Adopt, Replace, LoadBack, Overwrite, Group, Expect),
+)
+for _step in _STEPS:
+    _step.key = _step.key or _step.__struct_encode_fields__[0]
+STEPS: dict[str, type[Any]] = {step.key: step for step in _STEPS}
 
 
 @lru_cache(maxsize=1024)

@@ -46,6 +46,12 @@ class ModuleLoader:
         self.helpers_patched = any(path.startswith(f"{UTILS}/") for path in tree.patched)
         self.triton = device.startswith("cuda") and importlib.util.find_spec("triton") is not None
 
+    @property
+    def used_stand_ins(self) -> tuple[str, ...]:
+        """The names outside the tree that a run has come across, placeholders only if touched."""
+        provided = {name for name, how in self.stand_ins.items() if how != "placeholder"}
+        return tuple(sorted(provided | self.touched))
+
     @cached_property
     def allocator_class(self) -> type[Any]:
         """The hybrid allocator class. Raises ``TargetError`` with what is missing."""

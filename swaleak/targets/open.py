@@ -63,6 +63,10 @@ class Target(Protocol):
     def caches(self) -> Caches:
         """Its radix caches. Raises ``UsageError`` if it is of a kind that has none."""
 
+    @property
+    def stand_ins(self) -> tuple[str, ...]:
+        """SGLang's names that swaleak has provided in place of SGLang, so far."""
+
     def strategies(self) -> tuple[str, ...]:
         """What can be asked of it, its own first."""
 
@@ -80,6 +84,7 @@ class Builtin:
     version: str | None = None
     ships: str | None = None
     notes: tuple[str, ...] = ()
+    stand_ins: tuple[str, ...] = ()
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -154,6 +159,11 @@ class ClassTarget:
         if self.modules is None:
             raise UsageError(f"{self.name} is an allocator's class, it has no radix caches")
         return Caches(self.modules, self.make, self.name)
+
+    @property
+    def stand_ins(self) -> tuple[str, ...]:
+        """Those of its modules."""
+        return self.modules.used_stand_ins if self.modules else ()
 
     def strategies(self) -> tuple[str, ...]:
         """As shipped, then all four."""

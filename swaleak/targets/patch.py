@@ -76,8 +76,7 @@ def patched(tree: SourceTree, names: list[str]) -> tuple[SourceTree, tuple[str, 
         for part in split(_COLOUR.sub("", _read(name)).replace("\r\n", "\n"), file):
             old, new = _inner(part.old), _inner(part.new)
             if part.plain and NOWHERE not in (old, new):
-                here = (path for path in (new, old) if path in files)
-                old = new = next(here, None) or _meant(part, files, file)
+                old, new = _sides(part, files, file)
             if old == NOWHERE:
                 modules.add(new)
             if not (old in files or (old == NOWHERE and _is_taken(new))):
@@ -200,6 +199,21 @@ def _is_taken(path: str) -> bool:
     """Say whether a module that a patch makes is taken: from anywhere in SGLang, if not barred."""
     barred = path.startswith(f"{MEM_CACHE}/") and not is_read(path)
     return path.startswith("sglang/") and path.endswith(".py") and not barred
+
+
+def _sides(part: FilePatch, files: dict[str, str], file: str) -> tuple[str, str]:
+    """Return the file that a plain ``diff -u old new`` changes, before and after.
+
+    ``diff -N`` says nothing of a file that is made or removed but that one side has no lines.
+    """
+    paths = [_inner(part.new), _inner(part.old)]
+    if not any(path.startswith("sglang/") for path in paths):
+        paths.insert(0, _meant(part, files, file))
+    path = next((path for path in paths if path in files), paths[0])
+    made = path not in files and not any(hunk.old for hunk in part.hunks)
+    removed = path in files and files[path] == "".join(part.hunks[0].old if part.hunks else [])
+    removed = removed and not part.hunks[0].new
+    return NOWHERE if made else path, NOWHERE if removed else path
 
 
 def _meant(part: FilePatch, files: dict[str, str], file: str) -> str:

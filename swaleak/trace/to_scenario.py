@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from swaleak.checker.run import Run, TraceRun, run_script, run_trace
+from swaleak.checker.run import Run, run_script
 from swaleak.errors import ScriptError, UsageError
 from swaleak.explorer.counterexample import declared
 from swaleak.explorer.shrink import Script, shrink
@@ -24,6 +24,7 @@ from swaleak.scenario.toml import MAX_STEPS, Scenario
 from swaleak.targets.driver import Sizes
 from swaleak.targets.open import SHIPPED, Target
 from swaleak.trace.format import TraceReader, read_header
+from swaleak.trace.replay import TraceRun, run_trace
 
 
 class Reduced(NamedTuple):
