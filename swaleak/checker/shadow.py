@@ -216,7 +216,7 @@ class Shadow:
 
     def check_lengths(self, one: Span, other: Span) -> None:
         """Raise ``ScriptError`` unless they have as many slots."""
-        if len(one.slots) != len(other.slots):
+        if one.slots.numel() != other.slots.numel():
             counts = f"{len(one.slots)} and {len(other.slots)} slots"
             raise ScriptError(f"point: lengths differ, {counts}")
 

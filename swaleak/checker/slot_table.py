@@ -93,8 +93,9 @@ class SlotTable:
                 raise IndexError(f"handed out page {page} of {self.pages}")
             if not self.in_use(page):
                 self.taken.cells[page] = first
-        self.next = first + len(slots)
-        if len(slots):
+        count = slots.numel()
+        self.next = first + count
+        if count:
             if len(self.firsts) >= self.limit:
                 self._sweep()
             self.spans[first] = span
