@@ -229,12 +229,19 @@ class Shadow:
     def _set_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Full pages map to SWA pages, each whole, or to none."""
         peers, size, mapping = self.peer.cells, self.page_size, self.mapping.cells
+        mapped = self.mapped.cells
         for page, peer in pairs:
             old = peers[page]
             if old != peer:
-                if old:
+                if old > 0 and mapped[old] == 1:  # by far most pages have one peer, and are one's
+                    mapped[old] = 0
+                    self.swa_mapped -= 1
+                elif old:
                     self._forget(page, old)
-                if peer > 0:
+                if peer > 0 and not mapped[peer]:
+                    mapped[peer] = 1
+                    self.swa_mapped += 1
+                elif peer > 0:
                     self._count(peer, 1)
                 peers[page] = peer
             elif not peer:

@@ -100,12 +100,15 @@ class SlotTable:
             raise ScriptError(f"slot number {first} was handed out before")
         span = span_of(slots, self.page_size)
         taken, last = self.taken.cells, self.pages
-        for page in span.pages:
-            if not 0 <= page <= last:
-                raise IndexError(f"handed out page {page} of {last}")
+        pages = span.pages
+        if pages and not 0 <= min(pages) <= max(pages) <= last:
+            page = next(page for page in pages if not 0 <= page <= last)
+            raise IndexError(f"handed out page {page} of {last}")
         # most pages are new, and asking a list of them at once is faster than one by one
-        new = not (self.more() or any(any(map(use.__getitem__, span.pages)) for use in self.uses))
-        for page in span.pages:
+        new = not self.more()
+        for use in self.uses:
+            new = new and not any(map(use.__getitem__, pages))
+        for page in pages:
             if new or not self.in_use(page):
                 taken[page] = first
         count = slots.numel()
@@ -129,12 +132,15 @@ class SlotTable:
 
         Raises ``ScriptError`` for a number that refers to no slot.
         """
-        if len(ranges) == 1:  # most calls are about an allocation as it was handed out
-            first, total = ranges[0]
-            whole = self.spans.get(first)
-            if whole is not None and total == whole.slots.numel():
-                self._check(first, whole.pages)
-                return Span(whole.slots.clone(), whole.pages, whole.whole, whole.few)
+        if len(ranges) == 1:  # most calls are about an allocation, or its head
+            first, count = ranges[0]
+            span = self.spans.get(first)
+            if span is not None and count == span.slots.numel():
+                self._check(first, span.pages)
+                return Span(span.slots.clone(), span.pages, span.whole, span.few)
+            if span is not None and count < span.slots.numel():
+                self._check(first, self._pages(span, 0, count))
+                return self._copy(span, 0, count)
         cuts = self._cuts(ranges)
         if len(cuts) == 1:
             return self._copy(*cuts[0])
@@ -153,11 +159,12 @@ class SlotTable:
 
     def _copy(self, span: Span, low: int, high: int) -> Span:
         slots = span.slots[low:high].clone()
-        if span.few is not None:
-            return _span_of_few(slots, span.few[low:high], self.page_size)
+        few = None if span.few is None else span.few[low:high]
         if self._is_whole(span, low, high):
-            return Span(slots, [*self._pages(span, low, high)], True, None)
-        return span_of(slots, self.page_size)
+            return Span(slots, self._pages(span, low, high), True, few)
+        if few is None:
+            return span_of(slots, self.page_size)
+        return _span_of_few(slots, few, self.page_size)
 
     def slot(self, number: int) -> int:
         """Return one slot of the last allocation by its number, whoever has it now."""
