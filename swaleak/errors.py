@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -68,6 +69,17 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     meant = " or ".join(map(repr, near))
     hint = f"did you mean {meant}?" if near else "known: " + ", ".join(known)
     return f"unknown {kind} {name!r}; {hint}"
+
+
+_BOUNDS = {"==": "", ">=": "from ", ">": "after ", "<=": "up to ", "<": "before ", "!=": "not "}
+
+
+def releases_text(specifiers: str) -> str:
+    """Return ``from 0.5.18, before 0.5.19`` for ``>=0.5.18,<0.5.19``."""
+    bounds = [re.match(r"\s*([=<>!~]+)\s*(\S+)", one) for one in specifiers.split(",")]
+    texts = [(_BOUNDS.get(one[1], one[1]), one[2]) for one in bounds if one]
+    texts.sort(key=lambda text: (text[0] in ("up to ", "before "), text))
+    return ", ".join(word + version for word, version in texts)
 
 
 _PLURALS = {"is": "are", "was": "were", "has": "have", "it": "them", "maps": "map", "does": "do"}

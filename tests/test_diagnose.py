@@ -605,6 +605,13 @@ def test_ranks_are_named_and_one_kind_is_told_once():
     assert text.count("What to do") == 1
 
 
+def test_page_counts_and_releases_read_as_a_person_writes_them():
+    text = told(RANKS.replace("ServerArgs(page_size=256)\nsglang==0.5.18\n", ""))[0]
+    assert "That is 1 to 2 pages of 256 slots, 2 to 4 of 128, 4 to 8 of 64" in text
+    assert "from the SWA pool" in text
+    assert "This wording is of SGLang from 0.5.11." in text
+
+
 def stamped(prefix):
     return "".join(
         prefix.format(n=n % 60) + line for n, line in enumerate(RANKS.splitlines(keepends=True))

@@ -31,6 +31,7 @@ from swaleak.live.instrument import EVERY_CALL, POOL_CALLS
 from swaleak.report.catalogue import list_report, show_report
 from swaleak.report.render import FORMATS, write
 from swaleak.scenario import catalogue as scenarios
+from swaleak.targets import open as targets
 from swaleak.targets import sources
 from swaleak.targets.driver import Driver
 from swaleak.targets.open import Builtin
@@ -557,6 +558,32 @@ def test_a_file_without_an_end_is_not_read_to_its_end(cli: Cli, little_memory: N
         2,
         "swaleak: /dev/zero: larger than 8 MiB, no scenario is\n",
     )
+
+
+GROUPS = {  # the files of a container's memory controller -> bytes that are free in it
+    "the limit less what is used": ({"memory.max": "3000", "memory.current": "1000"}, 2000),
+    "cached files can be dropped": (
+        {"memory.max": "3000", "memory.current": "1000", "memory.stat": "inactive_file 400"},
+        2400,
+    ),
+    "more used than the limit": ({"memory.max": "3000", "memory.current": "3500"}, 0),
+    "version 1": (
+        {"memory/memory.limit_in_bytes": "3000", "memory/memory.usage_in_bytes": "500"},
+        2500,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_container_has_what_its_limit_leaves(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, free = GROUPS[name]
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(targets, "CGROUP", tmp_path)
+    assert targets.free_memory("cpu") == free
 
 
 def out_of_memory(*_: object, **__: object) -> None:

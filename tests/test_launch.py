@@ -108,3 +108,17 @@ def test_ctrl_c_in_a_terminal_is_heard_once(tmp_path: Path) -> None:
 def test_nothing_recorded_is_bad_usage_and_says_how_the_command_ended(cli: Cli) -> None:
     answer = cli("record", "-o", "t.jsonl", "--", "sh", "-c", "kill -9 $$")
     assert (answer.code, answer.out, "(exit code 137)" in answer.err) == (2, "", True)
+
+
+def test_a_file_name_with_brackets_is_no_pattern(cli: Cli, tmp_path: Path) -> None:
+    code = (
+        "import os\n"
+        "from swaleak.live.plugin import read_settings\n"
+        "from swaleak.trace.format import Header, TraceWriter\n"
+        "TraceWriter(read_settings(os.environ['SWALEAK']).record).start(Header(1, 8, 8))\n"
+    )
+    wanted = tmp_path / "run[1].jsonl"
+    answer = cli("record", "-o", wanted, "-f", "json", "--", sys.executable, "-c", code)
+    [result] = json.loads(answer.out)["results"]
+    name = Path(result["trace"]).name
+    assert (answer.code, name.startswith("run[1]."), name.endswith(".jsonl")) == (0, True, True)

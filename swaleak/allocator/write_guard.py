@@ -7,6 +7,7 @@ allocator. A barrier that only stood in front of methods would miss those writes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[G
     return [target for target in targets if isinstance(target, GuardedMapping)]
 
 
+@lru_cache(maxsize=1024)
 def _in_place(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is not None:  # torch.ops.aten.…

@@ -81,9 +81,9 @@ def compare(state: State, shadow: Shadow) -> Comparison:
     While a group is open, pages wait for its end: only counts are given.
     """
     if not shadow.in_group and agree(state, shadow):
-        physical = state.swa_pages - len(state.swa_free)
+        physical = state.swa_pages - state.swa_free.numel()
         mapped = physical - len(shadow.unmapped)
-        return Comparison(physical, mapped, state.full_pages - len(state.full_free))
+        return Comparison(physical, mapped, state.full_pages - state.full_free.numel())
     return compare_pages(read(state), shadow)
 
 
@@ -202,17 +202,7 @@ def _times(free: Tensor, pages: int) -> tuple[Tensor, list[int]]:
     bad = (free < 1) | (free > pages)
     reserved = torch.unique(free[bad]).tolist()
     free = free[~bad] if reserved else free
-    listed = _listed(free, pages)
-    if len(free) == int(listed.sum()):
-        return listed.to(torch.int8), reserved
     return torch.bincount(free, minlength=pages + 1).clamp_(max=2).to(torch.int8), reserved
-
-
-def _listed(free: Tensor, pages: int) -> Tensor:
-    """Return which pages are in a free list, bool[pages + 1]."""
-    listed = torch.zeros(pages + 1, dtype=torch.bool, device="cpu")
-    listed[free] = True
-    return listed
 
 
 def marked(marks: Tensor) -> set[int]:
@@ -225,16 +215,17 @@ def _complementary(uses: Tensor, free: Tensor, also: Collection[int] = ()) -> bo
 
     ``also``: further pages that are in use.
     """
-    free = _on_host(free)
-    if free.numel():
-        low, high = free.aminmax()
-        if int(low) < 1 or int(high) >= len(uses):
-            return False
-    unused = uses == 0
-    unused[0] = False
+    free, pages = _on_host(free), uses.numel()
+    if free.numel() and int(free.max()) >= pages:  # ``bincount`` would make room for it
+        return False
+    unused = uses.eq(0).long()
+    unused[0] = 0
     if also:
-        unused[list(also)] = False
-    return len(free) == int(unused.sum()) and torch.equal(_listed(free, len(uses) - 1), unused)
+        unused[list(also)] = 0
+    try:
+        return torch.equal(torch.bincount(free, minlength=pages), unused)
+    except RuntimeError:  # a negative number
+        return False
 
 
 def _on_host(tensor: Tensor) -> Tensor:

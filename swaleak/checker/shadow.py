@@ -10,13 +10,14 @@ Everything is on the host. A whole page is entered at once, other slots one by o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from swaleak.checker.slot_table import Cells, SlotTable, Span, span_of
+from swaleak.checker.slot_table import Cells, Numbers, SlotTable, Span, span_of
 from swaleak.errors import ScriptError
 from swaleak.scenario.calls import Slots
 
@@ -58,8 +59,10 @@ class Shadow:
         self.nodes: dict[str, Node] = {}
         self.freed: dict[str, Node] = {}
         self.buffers: dict[str, Tensor] = {}
-        self.full = SlotTable(full_pages, page_size, self._full_in_use)
-        self.swa = SlotTable(swa_pages, page_size, self.swa_in_use)
+        uses: tuple[Numbers, ...] = (self.owned.cells, self.peer.cells)
+        self.full = SlotTable(full_pages, page_size, uses, lambda: self.released)
+        uses = (self.mapped.cells,)
+        self.swa = SlotTable(swa_pages, page_size, uses, lambda: self.unmapped)
         self._blank = array("q", (0,)) * page_size
         self._identity = array("q", range((swa_pages + 1) * page_size if page_size > 1 else 0))
 
@@ -73,9 +76,8 @@ class Shadow:
         The last ``tail`` of them have to have a peer.
         """
         span = self.full.add(first, full.to("cpu", torch.int64))
-        for page in span.pages:
-            self._own_page(page, 1)
-            self.released.discard(page)
+        self._own(span.pages)
+        self.released.difference_update(span.pages)
         if swa is None:
             self.clear_mapping(span)
             return
@@ -94,8 +96,7 @@ class Shadow:
     def point(self, full: Span, swa: Span) -> None:
         """Full slots map to SWA slots, one each, from now on."""
         if full.whole and swa.whole:
-            for page, peer in zip(full.pages, swa.pages, strict=True):
-                self._set_page(page, peer)
+            self._set_pages(zip(full.pages, swa.pages, strict=True))
         else:
             for slot, peer in zip(full.numbers(), swa.numbers(), strict=True):
                 self._set_slot(slot, peer)
@@ -105,8 +106,7 @@ class Shadow:
         """Full slots map to what ``source`` maps to, from now on."""
         peers = [self.peer.cells[page] for page in source.pages]
         if full.whole and source.whole and TORN not in peers:
-            for page, peer in zip(full.pages, peers, strict=True):
-                self._set_page(page, peer)
+            self._set_pages(zip(full.pages, peers, strict=True))
             return
         slots = self.mapping.tensor[source.slots].clamp(min=0)
         self.point(full, span_of(slots, self.page_size))
@@ -114,21 +114,22 @@ class Shadow:
     def clear_mapping(self, full: Span) -> None:
         """These full slots, and no others of their pages, map to nothing any more."""
         if full.whole:
-            for page in full.pages:
-                self._set_page(page, 0)
+            self._set_pages(zip(full.pages, repeat(0)))
         else:
             for slot in full.numbers():
                 self._set_slot(slot, 0)
 
     def free(self, full: Span, *, full_side: bool, swa_side: bool) -> None:
         """The pages of full slots lose their owners, their SWA peers, or both."""
-        for page in full.pages:
-            if swa_side:
-                self._set_page(page, 0)
-            if full_side:
-                self._own_page(page, 0)
-                if self.in_group:
-                    self.released.add(page)
+        if swa_side:
+            self._set_pages(zip(full.pages, repeat(0)))
+        if full_side:
+            owned = self.owned.cells
+            for page in full.pages:
+                self.full_used -= owned[page]
+                owned[page] = 0
+            if self.in_group:
+                self.released.update(full.pages)
 
     def free_swa_pool(self, swa: Span) -> None:
         """SWA slots went back into their pool, past the hybrid allocator."""
@@ -172,11 +173,11 @@ class Shadow:
         The SWA page is None for a tombstone, ``MISSING`` where there should be one.
         """
         size = self.page_size
+        self._own(full)
         for at, (page, peer) in enumerate(zip(full, swa, strict=True)):
-            self._own_page(page, 1)
             filled = min(size, slots - at * size)
             if peer is not None and peer > 0 and filled == size:
-                self._set_page(page, peer)
+                self._set_pages([(page, peer)])
             elif peer is not None:
                 for offset in range(filled):
                     there = peer * size + offset if peer > 0 else MISSING
@@ -206,44 +207,48 @@ class Shadow:
             return any(self.peer.cells[page] for page in full.pages)
         return bool(self.mapping.tensor[full.slots].any())
 
-    def swa_in_use(self, page: int) -> bool:
-        """Whether anything maps to an SWA page, or is about to."""
-        return self.mapped.cells[page] > 0 or page in self.unmapped
-
     def pages_in_use(self) -> tuple[int, int]:
         """Return how many full and SWA pages are in use."""
         return self.full_used, self.swa_mapped + len(self.unmapped)
 
     def check_lengths(self, one: Span, other: Span) -> None:
         """Raise ``ScriptError`` unless they have as many slots."""
-        if len(one.slots) != len(other.slots):
+        if one.slots.numel() != other.slots.numel():
             counts = f"{len(one.slots)} and {len(other.slots)} slots"
             raise ScriptError(f"point: lengths differ, {counts}")
 
-    def _full_in_use(self, page: int) -> bool:
-        return bool(self.owned.cells[page] or self.peer.cells[page] or page in self.released)
-
     # one page, one slot
 
-    def _own_page(self, page: int, owned: int) -> None:
-        self.full_used += owned - self.owned.cells[page]
-        self.owned.cells[page] = owned
+    def _own(self, pages: Sequence[int]) -> None:
+        """Full pages are allocated."""
+        owned = self.owned.cells
+        for page in pages:
+            self.full_used += not owned[page]
+            owned[page] = 1
 
-    def _set_page(self, page: int, peer: int) -> None:
-        """A full page maps to an SWA page, whole, or to none."""
-        peers, size = self.peer.cells, self.page_size
-        old = peers[page]
-        if old != peer:
-            if old:
-                self._forget(page, old)
-            if peer > 0:
-                self._count(peer, 1)
-            peers[page] = peer
-        elif not peer:
-            return
-        if size > 1:
-            row = self._identity[peer * size : (peer + 1) * size] if peer else self._blank
-            self.mapping.cells[page * size : (page + 1) * size] = row
+    def _set_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Full pages map to SWA pages, each whole, or to none."""
+        peers, size, mapping = self.peer.cells, self.page_size, self.mapping.cells
+        mapped = self.mapped.cells
+        for page, peer in pairs:
+            old = peers[page]
+            if old != peer:
+                if old > 0 and mapped[old] == 1:  # by far most pages have one peer, and are one's
+                    mapped[old] = 0
+                    self.swa_mapped -= 1
+                elif old:
+                    self._forget(page, old)
+                if peer > 0 and not mapped[peer]:
+                    mapped[peer] = 1
+                    self.swa_mapped += 1
+                elif peer > 0:
+                    self._count(peer, 1)
+                peers[page] = peer
+            elif not peer:
+                continue
+            if size > 1:
+                row = self._identity[peer * size : (peer + 1) * size] if peer else self._blank
+                mapping[page * size : (page + 1) * size] = row
 
     def _set_slot(self, slot: int, peer: int) -> None:
         """A full slot maps to an SWA slot, or to none."""
@@ -251,7 +256,7 @@ class Shadow:
         if mapping[slot] == peer:
             return
         if size == 1:
-            self._set_page(slot, peer)
+            self._set_pages([(slot, peer)])
             return
         old = self.peer.cells[page]
         aligned = not mapping[slot] and peer > 0 and peer % size == slot % size
@@ -290,6 +295,8 @@ class Shadow:
     def _count(self, swa_page: int, by: int) -> None:
         mapped = self.mapped.cells
         before = mapped[swa_page]
-        mapped[swa_page] = before + by
-        self.swa_mapped += (before + by > 0) - (before > 0)
-        self.shared += (before + by > 1) - (before > 1)
+        mapped[swa_page] = after = before + by
+        if before + after == 1:  # the first one, or the last
+            self.swa_mapped += by
+        elif before + after == 3:
+            self.shared += by

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from mmap import ACCESS_COPY, mmap
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ SWEEP = 1024  # allocations after which those that cannot be referred to are for
 LARGE = 2**16  # cells
 
 
+Numbers: TypeAlias = "array[int] | memoryview[int]"
+
+
 class Cells:
     """int64[n] or int8[n], 0 at first. ``cells`` (for Python) and ``tensor`` share their memory."""
 
     def __init__(self, count: int, dtype: torch.dtype = torch.int64) -> None:
         self.code: Literal["q", "b"] = "q" if dtype == torch.int64 else "b"
-        self.cells: array[int] | memoryview[int]
+        self.cells: Numbers
         if count < LARGE:
             self.cells = array(self.code, (0,)) * count
         else:  # takes memory only where it is written, and gives it back at once
@@ -65,14 +68,22 @@ Cut = tuple[Span, int, int]  # an allocation, the first and the stop of those of
 class SlotTable:
     """The slots of one pool, found by their numbers.
 
-    ``taken``: per page, the number with which the allocation began that took the page into use.
-    ``in_use(page)``: whether somebody still has it. Earlier owners of a page may not refer to it.
+    A page is in use if one of ``uses`` is not 0 there, or if it is among ``more()``. ``taken``: per
+    page, the number with which the allocation began that took the page into use; earlier owners of
+    a page may not refer to it.
     """
 
-    def __init__(self, pages: int, page_size: int, in_use: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        uses: tuple[Numbers, ...],
+        more: Callable[[], Container[int]],
+    ) -> None:
         self.pages = pages
         self.page_size = page_size
-        self.in_use = in_use
+        self.uses = uses
+        self.more = more
         self.taken = Cells(pages + 1)
         self.spans: dict[int, Span] = {}  # by first number
         self.firsts: list[int] = []  # ascending; some are forgotten
@@ -88,30 +99,48 @@ class SlotTable:
         if first < self.next:
             raise ScriptError(f"slot number {first} was handed out before")
         span = span_of(slots, self.page_size)
-        for page in span.pages:
-            if not 0 <= page <= self.pages:
-                raise IndexError(f"handed out page {page} of {self.pages}")
-            if not self.in_use(page):
-                self.taken.cells[page] = first
-        self.next = first + len(slots)
-        if len(slots):
+        taken, last = self.taken.cells, self.pages
+        pages = span.pages
+        if pages and not 0 <= min(pages) <= max(pages) <= last:
+            page = next(page for page in pages if not 0 <= page <= last)
+            raise IndexError(f"handed out page {page} of {last}")
+        # most pages are new, and asking a list of them at once is faster than one by one
+        new = not self.more()
+        for use in self.uses:
+            new = new and not any(map(use.__getitem__, pages))
+        for page in pages:
+            if new or not self.in_use(page):
+                taken[page] = first
+        count = slots.numel()
+        self.next = first + count
+        if count:
             if len(self.firsts) >= self.limit:
                 self._sweep()
             self.spans[first] = span
             self.firsts.append(first)
         return span
 
+    def in_use(self, page: int) -> bool:
+        """Whether somebody has a page."""
+        for use in self.uses:
+            if use[page]:
+                return True
+        return page in self.more()
+
     def find(self, ranges: Slots) -> Span:
         """Return slots by their numbers, in a tensor that nobody else has.
 
         Raises ``ScriptError`` for a number that refers to no slot.
         """
-        if len(ranges) == 1:  # most calls are about an allocation as it was handed out
-            first, total = ranges[0]
-            whole = self.spans.get(first)
-            if whole is not None and total == whole.slots.numel():
-                self._check(first, whole.pages)
-                return Span(whole.slots.clone(), whole.pages, whole.whole, whole.few)
+        if len(ranges) == 1:  # most calls are about an allocation, or its head
+            first, count = ranges[0]
+            span = self.spans.get(first)
+            if span is not None and count == span.slots.numel():
+                self._check(first, span.pages)
+                return Span(span.slots.clone(), span.pages, span.whole, span.few)
+            if span is not None and count < span.slots.numel():
+                self._check(first, self._pages(span, 0, count))
+                return self._copy(span, 0, count)
         cuts = self._cuts(ranges)
         if len(cuts) == 1:
             return self._copy(*cuts[0])
@@ -130,11 +159,12 @@ class SlotTable:
 
     def _copy(self, span: Span, low: int, high: int) -> Span:
         slots = span.slots[low:high].clone()
-        if span.few is not None:
-            return _span_of_few(slots, span.few[low:high], self.page_size)
+        few = None if span.few is None else span.few[low:high]
         if self._is_whole(span, low, high):
-            return Span(slots, [*self._pages(span, low, high)], True, None)
-        return span_of(slots, self.page_size)
+            return Span(slots, self._pages(span, low, high), True, few)
+        if few is None:
+            return span_of(slots, self.page_size)
+        return _span_of_few(slots, few, self.page_size)
 
     def slot(self, number: int) -> int:
         """Return one slot of the last allocation by its number, whoever has it now."""
@@ -181,7 +211,7 @@ class SlotTable:
     def _is_whole(self, span: Span, low: int, high: int) -> bool:
         return span.whole and low % self.page_size == high % self.page_size == 0
 
-    def _pages(self, span: Span, low: int, high: int) -> Iterable[int]:
+    def _pages(self, span: Span, low: int, high: int) -> Sequence[int]:
         """Return the pages of some of an allocation's slots, perhaps some of them twice."""
         size = self.page_size
         if span.whole:
@@ -191,16 +221,18 @@ class SlotTable:
         pages: list[int] = torch.unique_consecutive(span.slots[low:high] // size).tolist()
         return pages
 
-    def _check(self, first: int, pages: Iterable[int]) -> None:
-        for page in pages:
-            if self.taken.cells[page] > first or not self.in_use(page):
-                raise ScriptError(f"nobody holds the slots numbered from {first} any more")
+    def _check(self, first: int, pages: Sequence[int]) -> None:
+        taken = self.taken.cells
+        used = all(map(self.uses[0].__getitem__, pages)) or all(map(self.in_use, pages))
+        if not used or max(map(taken.__getitem__, pages), default=0) > first:
+            raise ScriptError(f"nobody holds the slots numbered from {first} any more")
 
     def _sweep(self) -> None:
+        taken, in_use = self.taken.cells, self.in_use
         self.spans = {
             first: span
             for first, span in self.spans.items()
-            if any(self.in_use(page) and self.taken.cells[page] <= first for page in span.pages)
+            if any(taken[page] <= first and in_use(page) for page in span.pages)
         }
         self.firsts = list(self.spans)
         self.limit = max(SWEEP, 2 * len(self.firsts))

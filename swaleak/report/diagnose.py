@@ -8,13 +8,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from swaleak import __version__
+from swaleak.errors import releases_text
 from swaleak.log_diagnosis.match import TABLE, Fault, advice, known_faults
 from swaleak.log_diagnosis.parser import Diagnosis, Finding
 from swaleak.report.model import Cell, Grid, Report, Section
 
 MAX_ROWS, MAX_GROUPS, MAX_RANKS, MAX_UNREAD = 12, 20, 6, 5
 PAGE_SIZES = (256, 128, 64, 32, 16)  # the usual ones
-POOLS = {None: "a pool", "req_to_token": "the request pool"}
+POOLS = {None: "a pool", "req_to_token": "the request pool", "swa": "the SWA pool"}
 
 
 class _Table(Grid):
@@ -86,7 +87,7 @@ def _explanation(finding: Finding, faults: Sequence[Fault]) -> list[str]:
         names = ", ".join(f"{name}=" for name in finding.absent)
         lines.append(f"The message has no {names}: if it was cut off, the difference is wrong.")
     if not finding.version:
-        lines.append(f"This wording is of SGLang {finding.form.releases}.")
+        lines.append(f"This wording is of SGLang {releases_text(finding.form.releases)}.")
     if not faults:
         lines.append("No known fault of these releases fits.")
     for fault in faults[:1]:
@@ -105,12 +106,16 @@ def _pages(group: Sequence[Finding]) -> str:
     if size and pages[0] and size not in common:
         return f"That is no whole number of pages of {size} slots."
     usual = [n for n in common if n in PAGE_SIZES] or [n for n in common if n > 1][:3]
-    told = []
+    told: list[str] = []
     for n in [size] if size in common else usual:
         counts = sorted({each[n] for each in pages})
         number = f"{counts[0]} to {counts[-1]}" if counts[1:] else str(counts[0])
-        told.append(f"{number} page{'s' * (number != '1')} of {n} slots")
-    said = " or ".join(told) or "no whole number of pages, unless their size is 1"
+        # the unit is said once: 1 page of 256 slots, 2 of 128 or 4 of 64
+        told.append(
+            f"{number} of {n}" if told else f"{number} page{'s' * (number != '1')} of {n} slots"
+        )
+    said = " or ".join(filter(None, (", ".join(told[:-1]), *told[-1:])))
+    said = said or "no whole number of pages, unless their size is 1"
     return f"That is {said}." if pages[0] else ""
 
 

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from swaleak.errors import ScriptError, UsageError, unknown
+from swaleak.errors import ScriptError, UsageError, releases_text, unknown
 from swaleak.scenario.cache_steps import CACHE_STEPS, CacheStep
 from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS, Count, PageSize
 from swaleak.scenario.contract import CONTRACTS
@@ -29,8 +29,6 @@ STRATEGIES = ("eager", "deferred", "enqueue", "barrier")
 CACHES = ("swa", "unified")
 VERDICTS = ("clean", "leak", "corrupt", "refused", "error")
 KINDS = ("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned")
-
-_WORDS = {"==": "", ">=": "from ", ">": "after ", "<": "before ", "<=": "up to ", "!=": "not "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +80,7 @@ class Known:
     @property
     def releases(self) -> str:
         """``from 0.5.18, before 0.5.19``, or ``0.5.18``."""
-        specs = sorted(self.versions, key=lambda spec: (spec.operator in ("<", "<="), spec.version))
-        return ", ".join(_WORDS.get(spec.operator, spec.operator) + spec.version for spec in specs)
+        return releases_text(str(self.versions))
 
     def __str__(self) -> str:
         return ", ".join([self.when] + ([self.fix] if self.fix else []))

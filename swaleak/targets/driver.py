@@ -157,8 +157,10 @@ class Driver:
 
     def peers(self, full: Tensor) -> Tensor:
         """Return the mapping's entries, int64[n] on the host, whatever the allocator says."""
-        entries = plain(self.allocator.full_to_swa_index_mapping)[self._there(full)]
-        return entries.to("cpu", torch.int64)
+        mapping: Tensor = plain(self.allocator.full_to_swa_index_mapping)
+        if self._on_host and mapping.dtype == torch.int64:
+            return mapping[full]
+        return mapping[self._there(full)].to("cpu", torch.int64)
 
     def point(self, full: Tensor, swa: Tensor) -> None:
         """``set_full_to_swa_mapping``."""

@@ -333,7 +333,10 @@ def free_memory(device: str) -> int | None:
 
 def _reclaimable(usage: Path) -> int:
     """Return the bytes of files that the kernel has cached and can drop; they count as used."""
-    lines = usage.with_name("memory.stat").read_text().splitlines()
+    try:
+        lines = usage.with_name("memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
     sizes = dict(line.split() for line in lines)
     return int(sizes.get("total_inactive_file", sizes.get("inactive_file", 0)))
 
