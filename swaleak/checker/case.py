@@ -123,7 +123,15 @@ def run_case(
     sizes = sizes_for(scenario, page_size, repeat)
     if (sizes.full_pages + sizes.swa_pages) * page_size > LARGE:
         _prepare_large()
-    run = _run(scenario, target, strategy, sizes, cache, keep_steps, repeat)
+    try:
+        if cache is None:
+            driver = target.make(strategy, sizes)
+            run = run_script(driver, scenario.steps, keep_steps=keep_steps, repeat=repeat)
+        else:
+            tree = target.caches.make(cache, strategy, sizes, scenario.window)
+            run = run_cache_script(tree, scenario.steps, keep_steps=keep_steps)
+    except ScriptError as error:
+        raise ScriptError(f"{scenario.source or scenario.name}: {error}") from None
     known = None
     declared = scenario.declared(strategy, target.version)
     if origin in CANDIDATES:
@@ -139,25 +147,6 @@ def _prepare_large() -> None:
     gc.collect()  # an allocator and its parts point at each other: free those of the last case
     with contextlib.suppress(AttributeError):  # glibc keeps freed blocks of up to 32 MiB
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
-
-
-def _run(
-    scenario: Scenario,
-    target: Target,
-    strategy: str,
-    sizes: Sizes,
-    cache: str | None,
-    keep_steps: bool,
-    repeat: int,
-) -> Run:
-    try:
-        if cache is not None:
-            tree = target.caches.make(cache, strategy, sizes, scenario.window)
-            return run_cache_script(tree, scenario.steps, keep_steps=keep_steps)
-        driver = target.make(strategy, sizes)
-        return run_script(driver, scenario.steps, keep_steps=keep_steps, repeat=repeat)
-    except ScriptError as error:
-        raise ScriptError(f"{scenario.source or scenario.name}: {error}") from None
 
 
 def sizes_for(scenario: Scenario, page_size: int, repeat: int = 1) -> Sizes:

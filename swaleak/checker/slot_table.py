@@ -132,15 +132,6 @@ class SlotTable:
 
         Raises ``ScriptError`` for a number that refers to no slot.
         """
-        if len(ranges) == 1:  # most calls are about an allocation, or its head
-            first, count = ranges[0]
-            span = self.spans.get(first)
-            if span is not None and count == span.slots.numel():
-                self._check(first, span.pages)
-                return Span(span.slots.clone(), span.pages, span.whole, span.few)
-            if span is not None and count < span.slots.numel():
-                self._check(first, self._pages(span, 0, count))
-                return self._copy(span, 0, count)
         cuts = self._cuts(ranges)
         if len(cuts) == 1:
             return self._copy(*cuts[0])
@@ -181,8 +172,8 @@ class SlotTable:
         cuts: list[Cut] = []
         for first, count in ranges:
             span = self.spans.get(first)
-            if span is not None and count == span.slots.numel():
-                self._check(first, span.pages)
+            if span is not None and count <= span.slots.numel():  # most are such a head, or whole
+                self._check(first, self._pages(span, 0, count))
                 cuts.append((span, 0, count))
             else:
                 cuts += self._cut(first, count)
