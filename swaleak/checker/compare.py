@@ -23,16 +23,18 @@ from swaleak.targets.driver import State
 class Violation:
     """One difference between an allocator and its shadow.
 
-    ``pages``: page numbers of ``pool``; with ``owner``, that node's own 0th, 1st, … page.
+    ``pages``: page numbers of ``pool``; with ``owner``, that node's own 0th, 1st, … page. ``fault``:
+    whose it is, ``allocator``, ``cache`` or ``caller``.
     """
 
     kind: str
     pages: tuple[int, ...]
     pool: str | None = None
     owner: str | None = None
+    fault: str = "allocator"
 
     def __str__(self) -> str:
-        where = f"{self.owner}'s" if self.owner else str(self.pool)
+        where = " ".join(filter(None, (self.owner and f"{self.owner}'s", self.pool)))
         plural = "s" if len(self.pages) > 1 else ""
         return f"{self.kind}: {where} page{plural} {', '.join(map(str, self.pages))}"
 

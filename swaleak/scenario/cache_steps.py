@@ -1,4 +1,4 @@
-"""The steps of a cache's scenario: the cache makes the calls, so they lower to none."""
+"""The steps of a scenario of caches or requests: the cache makes the calls, they lower to none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS
+from swaleak.scenario.request_steps import REQUEST_STEPS
 from swaleak.scenario.steps import Expect, Group, Step
 
 MAX_PROMPT_PAGES = 1000
@@ -54,6 +55,7 @@ def _cache_step(key: str, kind: type) -> type[Any]:
 CACHE_STEPS: dict[str, type[Any]] = {
     **{key: _cache_step(key, str) for key in LETTER_STEPS},
     **{key: _cache_step(key, int) for key in PAGE_STEPS},
+    **REQUEST_STEPS,
     "group": Group,
     "expect": Expect,
 }

@@ -16,12 +16,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from swaleak.errors import ScriptError
-from swaleak.scenario import steps
+from swaleak.scenario import request_steps, steps
 from swaleak.scenario.calls import Call
+from swaleak.scenario.request_steps import RequestStep
 from swaleak.scenario.steps import FreeStep, Step
 
 if TYPE_CHECKING:
     from swaleak.checker.shadow import Node, Shadow
+    from swaleak.targets.requests import Requests
 
 PRODUCTION, LATENT = "production", "latent"
 CONTRACTS = (PRODUCTION, LATENT)
@@ -101,6 +103,46 @@ def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
                 return f"node {node!r} is allocated already", False
             return _no_orphan(shadow)
     return None, True
+
+
+def request_refusal(step: RequestStep, requests: Requests, *, in_group: bool) -> str | None:
+    """Return why SGLang's scheduler does not make a step now, None if it may."""
+    if isinstance(step, request_steps.Flush):
+        busy = next(iter(requests.running), None)
+        if in_group:
+            return "flush: a free group is open"
+        return f"flush: {busy} is running, and only an idle server is flushed" if busy else None
+    assert isinstance(step, request_steps.OneRequest)
+    name = step.request
+    request = requests.running.get(name)
+    if isinstance(step, request_steps.Admit | request_steps.Grow) and in_group:
+        return f"{step.key} {name}: a free group is open, in which nothing is allocated"
+    if isinstance(step, request_steps.Admit):
+        return f"admit {name}: it is running already" if request else None
+    if request is None:
+        return f"{step.key}: there is no request {name!r} at this point"
+    state, decoded = request.state, request.decode_batch_idx
+    reason = None
+    match step:
+        case request_steps.Grow() if state == "prefilled":
+            reason = "chunk it first, what it has computed is not in the cache"
+        case request_steps.Grow(by=str()) if state == "decoding":
+            reason = "it decodes, its prompt does not grow any more"
+        case request_steps.Chunk() if state != "prefilled":
+            reason = "nothing of its prompt is new"
+        case request_steps.Finish() if state == "cached":
+            reason = "it has computed nothing since it was cached; grow it first, or abort it"
+        case request_steps.Slide() | request_steps.Retract() if state != "decoding":
+            reason = "it does not decode yet"
+        case request_steps.ReleaseWindow() if requests.releases is None:
+            reason = "this release has no way to do that"
+        case request_steps.ReleaseWindow() if decoded < requests.window:
+            reason = f"it has decoded {decoded} tokens of a window of {requests.window}"
+        case request_steps.ReleaseWindow() if request.swa_released or not requests.locks_swa(
+            request
+        ):
+            reason = "it holds no SWA lock that ends inside its prefix"
+    return reason and f"{step.key} {name}: {reason}"
 
 
 @dataclass(frozen=True, slots=True)

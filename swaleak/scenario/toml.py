@@ -21,6 +21,7 @@ from swaleak.errors import ScriptError, UsageError, releases_text, unknown
 from swaleak.scenario.cache_steps import CACHE_STEPS, CacheStep
 from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS, Count, PageSize
 from swaleak.scenario.contract import CONTRACTS
+from swaleak.scenario.request_steps import RequestStep
 from swaleak.scenario.steps import STEPS, FreeStep, FromZero, Step
 
 SCHEMA = 1
@@ -28,7 +29,11 @@ MAX_STEPS = 100_000
 STRATEGIES = ("eager", "deferred", "enqueue", "barrier")
 CACHES = ("swa", "unified")
 VERDICTS = ("clean", "leak", "corrupt", "refused", "error")
-KINDS = ("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned")
+FAULTS = ("allocator", "cache")
+KINDS = (
+    *("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned"),
+    *("stolen", "miscounted", "freed-twice", "not-owned", "overwritten", "orphaned"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,8 @@ class Known:
     """Releases in which SGLang as shipped is known to fail.
 
     ``fixed``: the first release that does not (else read off ``versions``). ``fix``: the pull
-    request that mended it.
+    request that mended it. ``fault``: whose it is; a fault of the cache (``cache``) is there with
+    every strategy.
     """
 
     versions: SpecifierSet
@@ -62,6 +68,7 @@ class Known:
     page_sizes: tuple[int, ...] = ()
     fixed: str | None = None
     fix: str | None = None
+    fault: str = "allocator"
 
     def covers(self, version: str, page_size: int) -> bool:
         """Say whether this failure is known for ``version`` at ``page_size``."""
@@ -91,7 +98,8 @@ class Scenario:
     """One scripted case. ``full_pages`` and ``swa_pages`` are pool sizes, without page 0.
 
     ``caches``: the radix caches that the script is for; it is an allocator's if there are none.
-    ``window``: the sliding window of a cache, in pages.
+    ``window``: the sliding window of a cache, in pages; ``window_tokens``: in tokens, if it is not
+    whole pages. ``eagle``: the cache's keys are pairs of tokens, as with EAGLE.
     """
 
     name: str
@@ -108,6 +116,8 @@ class Scenario:
     source: str = ""
     caches: tuple[str, ...] = ()
     window: int = 1
+    window_tokens: int | None = None
+    eagle: bool = False
 
     def declared(self, strategy: str, version: str | None = None) -> Outcome:
         """Return what this scenario declares for one of our strategies on SGLang ``version``."""
@@ -168,6 +178,7 @@ class KnownTable(OutcomeTable, forbid_unknown_fields=True, kw_only=True):
     page_sizes: PageSizes | None = None
     fixed: str | None = None
     fix: str | None = None
+    fault: str = "allocator"
 
 
 class FileTable(Struct, forbid_unknown_fields=True):
@@ -180,6 +191,8 @@ class FileTable(Struct, forbid_unknown_fields=True):
     story: str = ""
     caches: list[str] | None = None
     window: Count = 1
+    window_tokens: Count | None = None
+    eagle: bool = False
     steps: Any = None
     pools: dict[str, Any] = {}
     expect: dict[str, Any] = {}
@@ -262,6 +275,8 @@ class _Reader:
             source=self.source,
             caches=caches,
             window=file.window,
+            window_tokens=file.window_tokens,
+            eagle=file.eagle,
         )
 
     def outcome(self, place: str, table: OutcomeTable) -> Outcome:
@@ -287,7 +302,9 @@ class _Reader:
         table = self.table(place, value, KnownTable)
         outcome = self.outcome(place, table)
         versions = self.versions(place, table.versions)
-        return Known(versions, outcome, tuple(table.page_sizes or ()), table.fixed, table.fix)
+        fault = self.choice(f"{place}.fault", table.fault, FAULTS)
+        sizes = tuple(table.page_sizes or ())
+        return Known(versions, outcome, sizes, table.fixed, table.fix, fault)
 
     def steps(self, value: Any, known: dict[str, type[Any]]) -> tuple[Step, ...]:
         if not isinstance(value, list) or not value:
@@ -354,7 +371,7 @@ def _nonsense(step: Any) -> str | None:
             return "group: " + unknown("value", step.edge, ("begin", "end"))
         case "expect" if step.physical is None and step.mapped is None:
             return "expect needs physical, mapped or both"
-    return step.nonsense() if isinstance(step, CacheStep) else None
+    return step.nonsense() if isinstance(step, CacheStep | RequestStep) else None
 
 
 def _not_a_range(text: str) -> str:
@@ -399,6 +416,10 @@ def to_toml(scenario: Scenario) -> str:
     lines += [f"reach = {_value(scenario.reach)}", f'story = """\n{_escaped(story)}\n"""']
     if scenario.caches:
         lines += [f"caches = {_value(scenario.caches)}", f"window = {scenario.window}"]
+        if scenario.window_tokens is not None:
+            lines.append(f"window_tokens = {scenario.window_tokens}")
+        if scenario.eagle:
+            lines.append("eagle = true")
     lines += [
         "steps = [",
         *(f"  {_value(step_table(step))}," for step in scenario.steps),
@@ -440,6 +461,7 @@ def _known(known: Known) -> dict[str, Any]:
         "page_sizes": known.page_sizes or None,
         "fixed": known.fixed,
         "fix": known.fix,
+        "fault": None if known.fault == "allocator" else known.fault,
     }
     return _present(where) | _outcome(known.outcome)
 

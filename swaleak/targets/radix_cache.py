@@ -15,9 +15,11 @@ import torch
 
 from swaleak.errors import RAISED, StandInError, TargetError, format_error
 from swaleak.scenario.calls import PoolExhausted
+from swaleak.scenario.request_steps import RequestStep, prompt_of, tokens_of
 from swaleak.scenario.steps import Group, Step
 from swaleak.targets.driver import Driver, Sizes, State
 from swaleak.targets.loader import ModuleLoader
+from swaleak.targets.requests import Request, Requests, RequestTable
 
 MEM_CACHE = "sglang.srt.mem_cache"
 CLASSES = {
@@ -52,13 +54,23 @@ class Caches:
             if not self.exists(module)
         }
 
-    def make(self, cache: str, strategy: str, sizes: Sizes, window: int) -> RadixCache:
-        """Return an empty cache (``swa``, ``unified``). ``window``: pages.
+    def make(
+        self,
+        cache: str,
+        strategy: str,
+        sizes: Sizes,
+        window: int,
+        *,
+        tokens: int | None = None,
+        eagle: bool = False,
+    ) -> RadixCache:
+        """Return an empty cache (``swa``, ``unified``).
 
-        Raises ``TargetError`` if it cannot be made.
+        ``window``: the sliding window in pages; ``tokens``: in tokens, if it is not whole pages.
+        ``eagle``: keys are pairs of tokens, as with EAGLE. Raises ``TargetError`` if it cannot be
+        made.
         """
         driver = self.make_driver(strategy, sizes)
-        page_size = sizes.page_size
         try:
             params_class = self.module(f"{MEM_CACHE}.cache_init_params").CacheInitParams
             fields = {field.name for field in dataclasses.fields(params_class)}
@@ -69,10 +81,11 @@ class Caches:
                 extra["tree_core_backend"] = "python"
             params = params_class(
                 disable=False,
-                req_to_token_pool=None,
+                req_to_token_pool=RequestTable(sizes.slots[0] + 1, driver.device),
                 token_to_kv_pool_allocator=driver.allocator,
-                page_size=page_size,
-                sliding_window_size=window * page_size,
+                page_size=sizes.page_size,
+                sliding_window_size=tokens or window * sizes.page_size,
+                is_eagle=eagle,
                 **extra,
             )
             return RadixCache(self, self._class(cache)(params), driver)
@@ -90,7 +103,10 @@ class Caches:
 
     def key(self, prompt: str, page_size: int) -> Any:
         """Return the cache's key for a prompt, ``page_size`` tokens per letter."""
-        tokens = [ord(c) * page_size + i for c in prompt for i in range(page_size)]
+        return self.token_key(tokens_of(prompt, page_size))
+
+    def token_key(self, tokens: list[int]) -> Any:
+        """Return the cache's key for tokens."""
         key_class = self.module(f"{MEM_CACHE}.radix_cache").RadixKey
         return key_class(array.array("q", tokens))
 
@@ -111,6 +127,47 @@ class Owned(NamedTuple):
     slots: int
 
 
+class Held(NamedTuple):
+    """What a node holds: slots int64[n] of both pools, how often each side is locked.
+
+    ``swa``: None also where the cache keeps no SWA slots. ``tombstone``: it has no SWA side.
+    """
+
+    full: torch.Tensor
+    swa: torch.Tensor | None
+    full_locks: int
+    swa_locks: int
+    tombstone: bool
+
+
+class Reader(NamedTuple):
+    """Who reads pages: its tokens and, by position, their full slots.
+
+    The first ``prefix`` are the cache's; from ``start`` on they are inside the window. ``node``: the
+    one that is locked for it, or its number.
+    """
+
+    name: str
+    tokens: list[int]
+    slots: list[int]
+    prefix: int
+    start: int
+    node: Any
+
+
+class Lock(NamedTuple):
+    """A lock on a node, what the cache has said of it, and the slots that it protects."""
+
+    node: Any
+    receipt: Any
+    slots: torch.Tensor
+
+
+def owner_name(request: Request) -> str:
+    """Return what a request is called among owners."""
+    return f"request {request.rid}"
+
+
 class RadixCache:
     """One cache over one allocator. Prompts are words, one letter per page."""
 
@@ -120,7 +177,8 @@ class RadixCache:
         self.driver = driver
         self.page_size = driver.page_size
         self.in_group = False
-        self.locks: dict[str, list[tuple[Any, Any]]] = {}
+        self.requests = Requests(caches, cache, driver)
+        self.locks: dict[str, list[Lock]] = {}
         self.waiting: dict[str, list[torch.Tensor]] = {}
 
     def play(self, step: Step) -> None:
@@ -128,6 +186,9 @@ class RadixCache:
         if isinstance(step, Group):
             self.in_group = step.edge == "begin"
             (self.driver.group_begin if self.in_group else self.driver.group_end)()
+            return
+        if isinstance(step, RequestStep):
+            self.requests.play(step, in_group=self.in_group)
             return
         match step.key, getattr(step, "value", None):
             case "alloc", str(prompt):
@@ -137,21 +198,24 @@ class RadixCache:
             case "match", str(prompt):
                 self._match(prompt)
             case "lock", str(prompt):
-                node = self._match(prompt)
-                lock = self.cache.inc_lock_ref(node)
-                self.locks.setdefault(prompt, []).append((node, lock))
+                match = self._match(prompt)
+                node, slots = match.last_device_node, self.requests.prefix_of(match)
+                lock = Lock(node, self.cache.inc_lock_ref(node), slots)
+                self.locks.setdefault(prompt, []).append(lock)
             case "unlock", str(prompt):
-                self._unlock(*self.locks[prompt].pop())
+                self._unlock(self.locks[prompt].pop())
             case "evict_swa", int(pages):
                 self._evict(swa_num_tokens=pages * self.page_size)
             case "evict_full", int(pages):
                 self._evict(num_tokens=pages * self.page_size)
 
     def settle(self) -> None:
-        """Drop every lock that is left and let the cache check itself, if it can."""
+        """Abort what runs, drop every lock, and let the cache check itself, if it can."""
+        for request in list(self.requests.running.values()):
+            self.requests.end(request, keep=False)
         for locks in self.locks.values():
             while locks:
-                self._unlock(*locks.pop())
+                self._unlock(locks.pop())
         if hasattr(self.cache, "sanity_check"):
             self.cache.sanity_check()
 
@@ -159,43 +223,73 @@ class RadixCache:
         """Return the allocator's state."""
         return self.driver.state()
 
-    def nodes(self) -> Iterator[tuple[str, Any]]:
-        """Yield the tree's nodes but for the root, each with the prompt that leads to it."""
+    def nodes(self) -> Iterator[tuple[list[int], Any]]:
+        """Yield the tree's nodes but for the root, each with the tokens that lead to its end."""
         root = getattr(self.cache, "root_node", None) or self.cache.tree_core.root_node
-        paths = [(root, "")]
+        paths: list[tuple[Any, list[int]]] = [(root, [])]
         while paths:
             node, path = paths.pop()
             for child in node.children.values():
-                tokens = list(child.key.token_ids[: len(child.key)])
-                letters = (chr(token // self.page_size) for token in tokens[:: self.page_size])
-                name = path + "".join(letters)
-                paths.append((child, name))
-                yield name, child
+                tokens = path + list(child.key.token_ids[: len(child.key)])
+                paths.append((child, tokens))
+                yield tokens, child
+
+    def held(self, node: Any) -> Held:
+        """Return what a node holds, and how often it is locked."""
+        if hasattr(node, "swa_tombstone"):
+            return Held(node.value, None, node.full_lock_ref, node.swa_lock_ref, node.swa_tombstone)
+        component = self.caches.component
+        full, swa = node.component_data[component.FULL], node.component_data[component.SWA]
+        return Held(full.value, swa.value, full.lock_ref, swa.lock_ref, swa.value is None)
 
     def owners(self) -> dict[str, Owned]:
-        """Return who should own what, read off the tree: a node is an owner.
+        """Return who should own what: a node, a request that runs, slots that wait for an insert.
 
         The unified cache keeps the SWA slots of each node; where a cache does not, a node that is
         no tombstone should own whatever its slots map to.
         """
-        owners = {name: self._owned(node) for name, node in self.nodes()}
+        owners = {}
+        for tokens, node in self.nodes():
+            held = self.held(node)
+            full = self._pages(held.full)
+            if held.tombstone:
+                swa: list[int | None] = [None] * len(full)
+            else:
+                swa = self._peers(held.full) if held.swa is None else [*self._pages(held.swa)]
+            owners[prompt_of(tokens, self.page_size)] = Owned(full, swa, len(held.full))
         for prompt, waiting in self.waiting.items():
             for i, slots in enumerate(waiting):
                 owned = Owned(self._pages(slots), self._peers(slots), len(slots))
                 owners[f"{prompt} (allocated {i})"] = owned
+        for request in self.requests.running.values():
+            owners[owner_name(request)] = self._owned_by(request)
         return owners
 
-    def _owned(self, node: Any) -> Owned:
-        if hasattr(node, "swa_tombstone"):
-            full = node.value
-            none: list[int | None] = [None] * (len(full) // self.page_size)
-            swa = none if node.swa_tombstone else self._peers(full)
-            return Owned(self._pages(full), swa, slots=len(full))
-        component = self.caches.component
-        full = node.component_data[component.FULL].value
-        kept = node.component_data[component.SWA].value
-        none = [None] * (len(full) // self.page_size)
-        return Owned(self._pages(full), none if kept is None else [*self._pages(kept)], len(full))
+    def _owned_by(self, request: Request) -> Owned:
+        """Return what a request holds outside the cache."""
+        size, start, stop = self.page_size, request.cache_protected_len, request.filled
+        full = self._pages(self.requests.row(request)[start:stop])
+        alive = request.swa_evicted_seqlen
+        swa = [
+            request.peers[at] // size or UNMAPPED if at >= alive else None
+            for at in range(start, stop, size)
+        ]
+        return Owned(full, swa, stop - start)
+
+    def readers(self) -> Iterator[Reader]:
+        """Yield who reads pages that must not be taken: requests that run, and locks."""
+        for prompt, locks in self.locks.items():
+            for lock in locks:
+                slots, length = lock.slots.tolist(), len(lock.slots)
+                tokens = tokens_of(prompt, self.page_size)
+                start = length - self.requests.window
+                yield Reader(f"the lock of {prompt}", tokens, slots, length, start, lock.node)
+        for request in self.requests.running.values():
+            tokens, slots = list(request.tokens), self.requests.row(request).tolist()
+            node = request.last_node if request.lock is None else request.lock.node
+            start = request.filled - self.requests.window
+            prefix = request.cache_protected_len
+            yield Reader(owner_name(request), tokens, slots, prefix, start, node)
 
     def _peers(self, full: torch.Tensor) -> list[int | None]:
         return [page or UNMAPPED for page in self._pages(self.driver.translate(full))]
@@ -223,10 +317,10 @@ class RadixCache:
     def _match(self, prompt: str) -> Any:
         key = self.caches.key(prompt, self.page_size)
         params = self.caches.params("MatchPrefixParams", key=key)
-        return self.cache.match_prefix(params).last_device_node
+        return self.cache.match_prefix(params)
 
     def _evict(self, **tokens: int) -> None:
         self.cache.evict(self.caches.params("EvictParams", **tokens))
 
-    def _unlock(self, node: Any, lock: Any) -> None:
-        self.cache.dec_lock_ref(node, lock.to_dec_params())
+    def _unlock(self, lock: Lock) -> None:
+        self.cache.dec_lock_ref(lock.node, lock.receipt.to_dec_params())

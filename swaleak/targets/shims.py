@@ -235,6 +235,20 @@ def platforms(device: str) -> Names:
     return {"current_platform": platform}
 
 
+def settings(_device: str) -> Names:
+    """``sglang.srt.server_args`` and ``sglang.srt.runtime_context``: a server without options."""
+    given = SimpleNamespace(
+        speculative_algorithm=None, strip_thinking_cache=False, page_size=1, enable_metrics=False
+    )
+    names = ("get_global_server_args", "get_server_args", "get_spec", "get_serving")
+    return dict.fromkeys(names, lambda: given)
+
+
+def npu_hooks(_device: str) -> Names:
+    """``sglang.srt.hardware_backend.npu.dsv4.dsv4_common_hooks``: no such hardware here."""
+    return {"maybe_evict_dsv4_state_on_swa": lambda *_, **__: None}
+
+
 def kernels(_device: str) -> Names:
     """The Triton kernels in torch; used where Triton is not."""
     return {
@@ -251,6 +265,9 @@ MODULES: dict[str, Callable[[str], Names]] = {
     "sglang.srt.mem_cache.memory_pool": memory_pool,
     "sglang.srt.mem_cache.base_swa_memory_pool": memory_pool,
     "sglang.srt.platforms": platforms,
+    "sglang.srt.hardware_backend.npu.dsv4.dsv4_common_hooks": npu_hooks,
+    "sglang.srt.server_args": settings,
+    "sglang.srt.runtime_context": settings,
     "sglang.srt.mem_cache.triton_ops.allocator": kernels,
     "sglang.kernels.ops.memory.allocator": kernels,
 }
