@@ -106,7 +106,7 @@ caches = [cache for cache in ("swa", "unified") if cache not in both[0].left_out
 
 def seen(cache):
     state = cache.state()
-    return [x.tolist() for x in state[1:4]], cache.owners()
+    return [x.tolist() for x in state[1:4]], cache.look().owners
 
 for cache in caches:
     for size in (1, 4):

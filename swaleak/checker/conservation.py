@@ -10,15 +10,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from swaleak.checker.compare import Comparison, Reading, Violation, compare_pages, read
+import torch
+
+from swaleak.checker.compare import Comparison, Violation, compare, read
 from swaleak.checker.page_map import page_map
 from swaleak.checker.run import Findings, Run, StepResult, unmet_expectations
 from swaleak.checker.shadow import Shadow
 from swaleak.errors import RAISED, ScriptError, StandInError, TargetError, format_error
 from swaleak.scenario.calls import PoolExhausted
-from swaleak.scenario.request_steps import prompt_of
 from swaleak.scenario.steps import Expect, Step
-from swaleak.targets.radix_cache import UNMAPPED, RadixCache, Reader
+from swaleak.targets.driver import State
+from swaleak.targets.radix_cache import UNMAPPED, Held, Look, RadixCache, Reader
 
 CACHE = "cache"
 
@@ -34,14 +36,12 @@ def run_cache_script(tree: RadixCache, script: Iterable[Step], *, keep_steps: bo
     number = 0
 
     def look(step: Step | None = None) -> Comparison:
-        reading, shadow = read(tree.state()), shadow_of(tree)
-        comparison = compare_pages(reading, shadow)
-        if not tree.in_group:
-            violations = (*comparison.violations, *unkept(tree, reading))
-            comparison = replace(comparison, violations=violations)
+        state, there = tree.state(), tree.look()
+        shadow = shadow_of(tree, there)
+        comparison = judge(tree, state, shadow, there)
         findings.compared(number, comparison, in_group=tree.in_group)
         if keep_steps and step is not None:
-            pages = page_map(reading, shadow, results[-1].pages if results else ())
+            pages = page_map(read(state), shadow, results[-1].pages if results else ())
             results.append(StepResult(step, comparison, tree.in_group, pages))
         return comparison
 
@@ -65,73 +65,87 @@ def run_cache_script(tree: RadixCache, script: Iterable[Step], *, keep_steps: bo
     return findings.run(raised=raised, unmet=tuple(unmet), steps=tuple(results))
 
 
-def unkept(tree: RadixCache, reading: Reading) -> Iterator[Violation]:
+def shadow_of(tree: RadixCache, there: Look | None = None) -> Shadow:
+    """Return a shadow in which everybody owns what they should."""
+    sizes = tree.sizes
+    shadow = Shadow(sizes.full_pages, sizes.swa_pages, sizes.page_size)
+    shadow.in_group = tree.in_group
+    for name, owned in (there or tree.look()).owners.items():
+        shadow.own(name, owned.full, owned.swa, owned.slots)
+    return shadow
+
+
+def judge(tree: RadixCache, state: State, shadow: Shadow, there: Look) -> Comparison:
+    """Compare an allocator with its shadow, and what a cache keeps with what it has to keep."""
+    comparison = compare(state, shadow)
+    if tree.in_group or not (unkept := tuple(_unkept(tree, state, there))):
+        return comparison
+    return replace(comparison, violations=(*comparison.violations, *unkept))
+
+
+def _unkept(tree: RadixCache, state: State, there: Look) -> Iterator[Violation]:
     """Yield what a cache does not keep: every page with one owner, what requests read, its sums."""
-    nodes = [(tokens, node, tree.held(node)) for tokens, node in tree.nodes()]
-    owners: dict[int, int] = {}
-    for owned in tree.owners().values():
-        for page in owned.full:
-            owners[page] = owners.get(page, 0) + 1
-    if shared := tuple(sorted(page for page, count in owners.items() if count > 1)):
-        yield Violation("shared", shared, "full", fault=CACHE)
-    for reader in tree.readers():
-        yield from _stolen(tree, reader, nodes, reading)
-    yield from _miscounted(tree, nodes)
+    pages = [page for owned in there.owners.values() for page in owned.full]
+    if len(set(pages)) < len(pages):
+        shared = sorted({page for page in pages if pages.count(page) > 1})
+        yield Violation("shared", tuple(shared), "full", fault=CACHE)
+    if there.readers:
+        free, swa_free = set(state.full_free.tolist()), set(state.swa_free.tolist())
+        for reader in there.readers:
+            yield from _stolen(tree, reader, there.nodes, free, swa_free)
+    yield from _miscounted(tree, there)
 
 
-def _stolen(tree: RadixCache, reader: Reader, nodes: list[Any], reading: Reading) -> Iterator[Any]:
+def _stolen(
+    tree: RadixCache, reader: Reader, nodes: list[Held], free: set[int], swa_free: set[int]
+) -> Iterator[Violation]:
     """Yield the pages that somebody reads and that were taken: freed, or another's now.
 
     It reads its whole prefix in the full pool, and in the SWA pool the last tokens of a window.
     """
     size, prefix, slots = tree.page_size, reader.prefix, reader.slots
-    there = [UNMAPPED] * prefix  # by position, the slot that the tree has there
-    for path, _, held in nodes:
-        start, stop = len(path) - len(held.full), min(len(path), prefix)
-        if start < prefix and path[:stop] == reader.tokens[:stop]:
-            there[start:stop] = held.full.tolist()[: stop - start]
-    free, swa_free = reading.full_times, reading.swa_times
-    taken: dict[str, set[int]] = {"full": set(), "swa": set()}
-    for at, slot in enumerate(slots):
-        if (at < prefix and there[at] != slot) or free[slot // size]:
-            taken["full"].add(at // size)
-    for at in range(max(0, reader.start), prefix):
-        peer = int(reading.mapping[slots[at]])
-        if not peer or swa_free[peer // size]:
-            taken["swa"].add(at // size)
-    for pool, pages in taken.items():
-        if pages:
-            yield Violation("stolen", tuple(sorted(pages)), pool, reader.name, CACHE)
+    here = [UNMAPPED] * prefix  # by position, the slot that the tree has there
+    for held in nodes:
+        start, stop = len(held.tokens) - len(held.full), min(len(held.tokens), prefix)
+        if start < prefix and held.tokens[:stop] == reader.tokens[:stop]:
+            here[start:stop] = held.full[: stop - start]
+    if here != slots[:prefix] or not free.isdisjoint([slot // size for slot in slots]):
+        taken = {
+            at // size
+            for at, slot in enumerate(slots)
+            if (at < prefix and here[at] != slot) or slot // size in free
+        }
+        yield Violation("stolen", tuple(sorted(taken)), "full", reader.name, CACHE)
+    start = max(0, reader.start)
+    if start < prefix:
+        peers = tree.driver.peers(torch.tensor(slots[start:prefix], device="cpu")).tolist()
+        taken = {
+            at // size
+            for at, peer in enumerate(peers, start=start)
+            if not peer or peer // size in swa_free
+        }
+        if taken:
+            yield Violation("stolen", tuple(sorted(taken)), "swa", reader.name, CACHE)
 
 
-def _miscounted(tree: RadixCache, nodes: list[Any]) -> Iterator[Violation]:
+def _miscounted(tree: RadixCache, there: Look) -> Iterator[Violation]:
     """Yield the sums and locks of a cache that are not those of its nodes."""
+    locks = {held.node.id: 0 for held in there.nodes}
+    parents = {held.node.id: held.node.parent for held in there.nodes}
+    for reader in there.readers:
+        number = getattr(reader.node, "id", reader.node)
+        while number in locks:
+            locks[number] += 1
+            number = parents[number].id
     sums = dict.fromkeys(("full_evictable", "full_protected", "swa_evictable", "swa_protected"), 0)
-    locks = {id(node): 0 for _, node, _ in nodes}
-    by_number = {node.id: node for _, node, _ in nodes}
-    for reader in tree.readers():
-        node = by_number.get(getattr(reader.node, "id", reader.node))
-        while node is not None and id(node) in locks:
-            locks[id(node)] += 1
-            node = node.parent
-    for tokens, node, held in nodes:
-        sums["full_protected" if held.full_locks else "full_evictable"] += len(held.full)
+    for held in there.nodes:
+        count = len(held.full)
+        sums["full_protected" if held.full_locks else "full_evictable"] += count
         if not held.tombstone:
-            sums["swa_protected" if held.swa_locks else "swa_evictable"] += len(held.full)
-        if locks[id(node)] != held.full_locks:
-            pages = tuple(range(len(held.full) // tree.page_size))
-            owner = prompt_of(tokens, tree.page_size)
-            yield Violation("miscounted", pages, "locks", owner, CACHE)
+            sums["swa_protected" if held.swa_locks else "swa_evictable"] += count
+        if locks[held.node.id] != held.full_locks:
+            pages = tuple(range(count // tree.page_size))
+            yield Violation("miscounted", pages, "locks", held.name, CACHE)
     for name, count in sums.items():
         if getattr(tree.cache, f"{name}_size")() != count:
             yield Violation("miscounted", (), name, fault=CACHE)
-
-
-def shadow_of(tree: RadixCache) -> Shadow:
-    """Return a shadow in which everybody owns what they should."""
-    state = tree.state()
-    shadow = Shadow(state.full_pages, state.swa_pages, state.page_size)
-    shadow.in_group = tree.in_group
-    for name, owned in tree.owners().items():
-        shadow.own(name, owned.full, owned.swa, owned.slots)
-    return shadow

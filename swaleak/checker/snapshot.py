@@ -9,12 +9,18 @@ the explorer finds that out by making calls again from the start.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from logging import Logger
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from swaleak.allocator.write_guard import plain
@@ -108,6 +114,91 @@ class Snapshot:
                 cells[:] = content
             for name, items in containers:
                 live[name] = items.copy()
+
+
+class Graph:
+    """Everything that can be reached from one object, at one point: a cache, its nodes, requests.
+
+    ``kept``: types whose objects never change. Objects keep their identity; what came into being
+    later is let go of.
+    """
+
+    def __init__(self, root: object, kept: tuple[type, ...]) -> None:
+        kept = (*SCALARS, *_FIXED, *kept)
+        self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.slots: list[tuple[object, list[tuple[str, Any]]]] = []
+        self.mappings: list[tuple[Any, Any]] = []
+        self.sequences: list[tuple[Any, Any]] = []
+        self.tensors: list[_Tensor] = []
+        seen, waiting = {id(root)}, [root]
+        while waiting:
+            value = waiting.pop()
+            for inner in self._enter(value):
+                if not isinstance(inner, kept) and id(inner) not in seen:
+                    seen.add(id(inner))
+                    waiting.append(inner)
+
+    def _enter(self, value: Any) -> list[Any]:
+        """Keep one object's content, and return what it refers to."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            there = plain(value)
+            self.tensors.append(_Tensor(there, there.clone(), there._version))
+            return []
+        if isinstance(value, (dict, set)):
+            self.mappings.append((value, kind.copy(value)))
+            return [*value.values(), *value] if isinstance(value, dict) else [*value]
+        if isinstance(value, (list, deque, array)):
+            self.sequences.append((value, value[:] if kind is not deque else copy(value)))
+            return [] if isinstance(value, array) else [*value]
+        if isinstance(value, (tuple, frozenset)):
+            return [*value]
+        inner = []
+        if (live := getattr(value, "__dict__", None)) is not None:
+            self.attributes.append((live, live.copy()))
+            inner += live.values()
+        if names := _slots(kind):
+            held = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+            self.slots.append((value, held))
+            inner += [item for _, item in held]
+        return inner
+
+    def restore(self) -> None:
+        """Go back."""
+        for live, attributes in self.attributes:
+            live.clear()
+            live.update(attributes)
+        for mapping, content in self.mappings:
+            mapping.clear()
+            mapping.update(content)
+        for sequence, content in self.sequences:
+            if type(sequence) is deque:
+                sequence.clear()
+                sequence.extend(content)
+            else:
+                sequence[:] = content
+        for value, held in self.slots:
+            for name, item in held:
+                setattr(value, name, item)
+        written = [w for w in self.tensors if w.tensor._version != w.version]
+        for w in written:
+            w.tensor.copy_(w.content)
+        for w in written:
+            w.version = w.tensor._version
+
+
+_FIXED = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Enum, bytes)
+_FIXED += (torch.device, torch.dtype, Logger)
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of a type's attributes that are kept in slots, if they can be set."""
+    if any(base in kind.__mro__ for base in (Exception,)) or kind.__module__ == "builtins":
+        return ()
+    frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
+    names = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
+    return () if frozen else tuple(n for n in names if n not in ("__dict__", "__weakref__"))
 
 
 def _content(live: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any], list[Any]]:

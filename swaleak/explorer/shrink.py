@@ -5,11 +5,14 @@ What "fails in the same way" means is the predicate's business; nothing here run
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from swaleak.scenario import steps
+from swaleak.scenario.cache_steps import CacheStep
+from swaleak.scenario.request_steps import Admit, Grow, RequestStep
 from swaleak.scenario.steps import NAMES, FreeStep, Step
 
 Script = tuple[Step, ...]
@@ -38,16 +41,16 @@ def shrink(script: Sequence[Step], fails: Fails) -> Script:
 def renamed(script: Sequence[Step]) -> Script:
     """Return the same script with nodes called n1, n2, … in the order of their allocation.
 
-    A name that is allocated again is a new node.
+    A name that is allocated again is a new node. Requests are called r1, r2 and so on.
     """
     names: dict[str, str] = {}
     given = 0
     result = []
     for step in script:
         for name in step.nodes():
-            if name not in names or isinstance(step, steps.Alloc | steps.AllocTail):
+            if name not in names or isinstance(step, steps.Alloc | steps.AllocTail | Admit):
                 given += 1
-                names[name] = f"n{given}"
+                names[name] = f"{'r' if isinstance(step, RequestStep) else 'n'}{given}"
         changes = {key: names[getattr(step, key)] for key in NAMES if hasattr(step, key)}
         result.append(replace(step, **changes))
     return tuple(result)
@@ -145,3 +148,17 @@ def _simpler_steps(step: Step) -> Iterator[Step]:
             yield steps.FreeSwa(node, pages, slots)
         case FreeStep() if step.part is not None:
             yield replace(step, pages=None, slots=None)
+        case Admit(request, prompt):
+            parts = re.findall(r"[A-Za-z](?:/\d+)?", prompt)
+            for at in range(len(parts) if len(parts) > 1 else 0):
+                yield Admit(request, "".join(parts[:at] + parts[at + 1 :]))
+            for at, part in enumerate(parts):
+                for simpler in {part[0], "A"} - {part}:
+                    yield Admit(request, "".join([*parts[:at], simpler, *parts[at + 1 :]]))
+        case Grow(request, by, tokens):
+            if by is not None and by != "A":
+                yield Grow(request, "A")
+            if tokens > 1:
+                yield Grow(request)
+        case CacheStep() if isinstance(step.value, int) and step.value > 1:
+            yield replace(step, value=1)

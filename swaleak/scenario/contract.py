@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
+from itertools import count, product
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from swaleak.errors import ScriptError
 from swaleak.scenario import request_steps, steps
+from swaleak.scenario.cache_steps import CACHE_STEPS, PAGE_STEPS
 from swaleak.scenario.calls import Call
 from swaleak.scenario.request_steps import RequestStep
 from swaleak.scenario.steps import FreeStep, Step
 
 if TYPE_CHECKING:
     from swaleak.checker.shadow import Node, Shadow
+    from swaleak.targets.radix_cache import RadixCache
     from swaleak.targets.requests import Requests
 
 PRODUCTION, LATENT = "production", "latent"
@@ -143,6 +145,73 @@ def request_refusal(step: RequestStep, requests: Requests, *, in_group: bool) ->
         ):
             reason = "it holds no SWA lock that ends inside its prefix"
     return reason and f"{step.key} {name}: {reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """The bounds of a search over requests.
+
+    ``requests``: how many run at once. ``pages``: of a prompt, at most, its pages called ``A`` and
+    ``B``. ``parts``: prompts also end, and differ, inside a page. ``grouped``: steps in one free
+    group, at most.
+    """
+
+    requests: int = 2
+    pages: int = 3
+    parts: bool = False
+    grouped: int = 3
+
+    contract: ClassVar[str] = PRODUCTION
+    latent: ClassVar[bool] = False
+
+
+def legal_requests(tree: RadixCache, rules: RequestRules, grouped: int) -> Iterator[Step]:
+    """Yield every step that SGLang's scheduler may make now, within the bounds.
+
+    ``grouped``: how many were made since a free group has begun. Whether there is room is for the
+    caller to find out.
+    """
+    requests, size = tree.requests, tree.page_size
+    running = requests.running
+    steps_: list[Step] = []
+    if not tree.in_group:
+        new = next(name for name in map("r{}".format, count(1)) if name not in running)
+        if len(running) < rules.requests:
+            steps_ += [request_steps.Admit(new, prompt) for prompt in _prompts(rules, size)]
+        for name, request in running.items():
+            if len(request.origin_input_ids) <= (rules.pages - 1) * size:
+                steps_ += [request_steps.Grow(name, by) for by in _letters(rules, size)]
+            steps_.append(request_steps.Grow(name))
+        steps_.append(steps.Group("begin"))
+    if tree.in_group and grouped:
+        steps_.append(steps.Group("end"))
+    if not tree.in_group or grouped < rules.grouped:
+        plain = (request_steps.Chunk, request_steps.Slide, *request_steps.ENDS)
+        steps_ += [kind(name) for name in running for kind in plain]
+        steps_ += [CACHE_STEPS[key](pages) for key in PAGE_STEPS for pages in (1, 2)]
+    for step in steps_:
+        if not isinstance(step, RequestStep) or not request_refusal(
+            step, requests, in_group=tree.in_group
+        ):
+            yield step
+
+
+@cache
+def _letters(rules: RequestRules, page_size: int) -> tuple[str, ...]:
+    """Return prompts of a page or less."""
+    parts = sorted({1, page_size - 1} - {0}) if rules.parts and page_size > 1 else []
+    return *"AB", *(f"A/{part}" for part in parts)
+
+
+@cache
+def _prompts(rules: RequestRules, page_size: int) -> tuple[str, ...]:
+    whole = [
+        "".join(word) for n in range(1, rules.pages + 1) for word in product("AB", repeat=n)
+    ]
+    parts = _letters(rules, page_size)[2:]
+    ends = [word + part for word in ("", *whole) for part in parts if len(word) < rules.pages]
+    splits = [part + word for part in parts for word in whole if len(word) < rules.pages]
+    return *whole, *ends, *splits
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Annotated, ClassVar
 
 from msgspec import Meta, field
@@ -34,7 +35,8 @@ def tokens_of(prompt: str, page_size: int) -> list[int]:
     return tokens
 
 
-def prompt_of(tokens: list[int], page_size: int) -> str:
+@lru_cache(maxsize=2**14)
+def prompt_of(tokens: tuple[int, ...], page_size: int) -> str:
     """Return the prompt of tokens; ``A/2:4`` are tokens from the middle of a page, ``+3`` output."""
     parts: list[tuple[int, int, int]] = []  # page, first token in it, count
     for token in tokens:

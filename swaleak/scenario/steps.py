@@ -67,7 +67,7 @@ class Step(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         return " ".join((self.key, *self.nodes()))
 
 
-NAMES = ("node", "source")
+NAMES = ("node", "source", "request")
 
 
 class Alloc(Step, frozen=True):

@@ -128,13 +128,18 @@ class Owned(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a node holds: slots int64[n] of both pools, how often each side is locked.
+    """What a node holds: slots of both pools, and how often each side is locked.
 
-    ``swa``: None also where the cache keeps no SWA slots. ``tombstone``: it has no SWA side.
+    ``value``: the full slots as the node has them. ``swa``: None also where the cache keeps no SWA
+    slots. ``tombstone``: it has no SWA side.
     """
 
-    full: torch.Tensor
-    swa: torch.Tensor | None
+    name: str
+    tokens: list[int]
+    node: Any
+    value: torch.Tensor
+    full: list[int]
+    swa: list[int] | None
     full_locks: int
     swa_locks: int
     tombstone: bool
@@ -144,7 +149,7 @@ class Reader(NamedTuple):
     """Who reads pages: its tokens and, by position, their full slots.
 
     The first ``prefix`` are the cache's; from ``start`` on they are inside the window. ``node``: the
-    one that is locked for it, or its number.
+    one that is locked for it, or its number. ``request``: if it is one.
     """
 
     name: str
@@ -153,6 +158,15 @@ class Reader(NamedTuple):
     prefix: int
     start: int
     node: Any
+    request: Request | None = None
+
+
+class Look(NamedTuple):
+    """Nodes, owners by name, and readers, as they are now."""
+
+    nodes: list[Held]
+    owners: dict[str, Owned]
+    readers: list[Reader]
 
 
 class Lock(NamedTuple):
@@ -163,11 +177,6 @@ class Lock(NamedTuple):
     slots: torch.Tensor
 
 
-def owner_name(request: Request) -> str:
-    """Return what a request is called among owners."""
-    return f"request {request.rid}"
-
-
 class RadixCache:
     """One cache over one allocator. Prompts are words, one letter per page."""
 
@@ -176,6 +185,8 @@ class RadixCache:
         self.cache = cache
         self.driver = driver
         self.page_size = driver.page_size
+        state = driver.state()
+        self.sizes = Sizes(state.full_pages, state.swa_pages, state.page_size)
         self.in_group = False
         self.requests = Requests(caches, cache, driver)
         self.locks: dict[str, list[Lock]] = {}
@@ -234,68 +245,79 @@ class RadixCache:
                 paths.append((child, tokens))
                 yield tokens, child
 
-    def held(self, node: Any) -> Held:
-        """Return what a node holds, and how often it is locked."""
-        if hasattr(node, "swa_tombstone"):
-            return Held(node.value, None, node.full_lock_ref, node.swa_lock_ref, node.swa_tombstone)
-        component = self.caches.component
-        full, swa = node.component_data[component.FULL], node.component_data[component.SWA]
-        return Held(full.value, swa.value, full.lock_ref, swa.lock_ref, swa.value is None)
-
-    def owners(self) -> dict[str, Owned]:
-        """Return who should own what: a node, a request that runs, slots that wait for an insert.
+    def look(self) -> Look:
+        """Read off the tree, and the requests, who should own what and who reads it.
 
         The unified cache keeps the SWA slots of each node; where a cache does not, a node that is
         no tombstone should own whatever its slots map to.
         """
+        nodes = [self._held(tokens, node) for tokens, node in self.nodes()]
+        readers = list(self._readers())
         owners = {}
-        for tokens, node in self.nodes():
-            held = self.held(node)
+        for held in nodes:
+            swa = held.swa
+            if swa is None and not held.tombstone:
+                swa = self._peers(held.value)
             full = self._pages(held.full)
-            if held.tombstone:
-                swa: list[int | None] = [None] * len(full)
-            else:
-                swa = self._peers(held.full) if held.swa is None else [*self._pages(held.swa)]
-            owners[prompt_of(tokens, self.page_size)] = Owned(full, swa, len(held.full))
+            peers: list[int | None] = [None] * len(full) if swa is None else [*self._pages(swa)]
+            if held.swa is None:
+                peers = [page or UNMAPPED if page is not None else None for page in peers]
+            owners[held.name] = Owned(full, peers, len(held.full))
         for prompt, waiting in self.waiting.items():
-            for i, slots in enumerate(waiting):
-                owned = Owned(self._pages(slots), self._peers(slots), len(slots))
+            for i, value in enumerate(waiting):
+                peers = [page or UNMAPPED for page in self._pages(self._peers(value))]
+                owned = Owned(self._pages(value.tolist()), peers, len(value))
                 owners[f"{prompt} (allocated {i})"] = owned
-        for request in self.requests.running.values():
-            owners[owner_name(request)] = self._owned_by(request)
-        return owners
+        for reader in readers:
+            if reader.request is not None:
+                owners[reader.name] = self._owned_by(reader)
+        return Look(nodes, owners, readers)
 
-    def _owned_by(self, request: Request) -> Owned:
+    def _held(self, tokens: list[int], node: Any) -> Held:
+        name = prompt_of(tuple(tokens), self.page_size)
+        if hasattr(node, "swa_tombstone"):
+            value, locks = node.value, (node.full_lock_ref, node.swa_lock_ref)
+            return Held(name, tokens, node, value, value.tolist(), None, *locks, node.swa_tombstone)
+        component = self.caches.component
+        full, swa = node.component_data[component.FULL], node.component_data[component.SWA]
+        there = swa.value is not None
+        slots = swa.value.tolist() if there else None
+        value, locks = full.value, (full.lock_ref, swa.lock_ref)
+        return Held(name, tokens, node, value, value.tolist(), slots, *locks, not there)
+
+    def _owned_by(self, reader: Reader) -> Owned:
         """Return what a request holds outside the cache."""
-        size, start, stop = self.page_size, request.cache_protected_len, request.filled
-        full = self._pages(self.requests.row(request)[start:stop])
+        request, size, start = reader.request, self.page_size, reader.prefix
+        assert request is not None
         alive = request.swa_evicted_seqlen
         swa = [
             request.peers[at] // size or UNMAPPED if at >= alive else None
-            for at in range(start, stop, size)
+            for at in range(start, request.filled, size)
         ]
-        return Owned(full, swa, stop - start)
+        return Owned(self._pages(reader.slots[start:]), swa, request.filled - start)
 
-    def readers(self) -> Iterator[Reader]:
+    def _readers(self) -> Iterator[Reader]:
         """Yield who reads pages that must not be taken: requests that run, and locks."""
+        window = self.requests.window
         for prompt, locks in self.locks.items():
             for lock in locks:
                 slots, length = lock.slots.tolist(), len(lock.slots)
-                tokens = tokens_of(prompt, self.page_size)
-                start = length - self.requests.window
-                yield Reader(f"the lock of {prompt}", tokens, slots, length, start, lock.node)
+                tokens, name = tokens_of(prompt, self.page_size), f"the lock of {prompt}"
+                yield Reader(name, tokens, slots, length, length - window, lock.node)
         for request in self.requests.running.values():
-            tokens, slots = list(request.tokens), self.requests.row(request).tolist()
+            tokens, slots = request.tokens.tolist(), self.requests.row(request).tolist()
             node = request.last_node if request.lock is None else request.lock.node
-            start = request.filled - self.requests.window
-            prefix = request.cache_protected_len
-            yield Reader(owner_name(request), tokens, slots, prefix, start, node)
+            start, prefix = request.filled - window, request.cache_protected_len
+            name = f"request {request.rid}"
+            yield Reader(name, tokens, slots, prefix, start, node, request)
 
-    def _peers(self, full: torch.Tensor) -> list[int | None]:
-        return [page or UNMAPPED for page in self._pages(self.driver.translate(full))]
+    def _peers(self, full: torch.Tensor) -> list[int]:
+        """Return the SWA slots that full slots map to, 0 for none."""
+        return cast("list[int]", self.driver.translate(full).tolist())
 
-    def _pages(self, slots: torch.Tensor) -> list[int]:
-        return cast("list[int]", (slots[:: self.page_size] // self.page_size).tolist())
+    def _pages(self, slots: list[int]) -> list[int]:
+        size = self.page_size
+        return slots if size == 1 else [slot // size for slot in slots[::size]]
 
     def alloc(self, pages: int) -> torch.Tensor | None:
         """Return int64[n], full slots with SWA peers, None if a pool is too small."""
