@@ -6,6 +6,7 @@ What a command needs is imported inside it, torch above all: ``--help`` and ``li
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -54,8 +55,9 @@ from swaleak.cli_options import (
     complete_targets,
     file_path,
 )
-from swaleak.errors import Interrupted, UsageError, unknown
+from swaleak.errors import Interrupted, TargetError, UsageError, unknown
 from swaleak.scenario import catalogue
+from swaleak.scenario.toml import CACHES
 
 app = App(
     name="swaleak",
@@ -70,6 +72,8 @@ app = App(
 )
 FOR_RANDOM = ("steps", "seed", "scripts", "shard")  # options of explore
 FOR_EXHAUSTIVE = ("depth", "every", "jobs")
+FOR_REQUESTS = ("cache",)  # options of explore with --requests, and without
+FOR_NODES = ("nodes", "every", "jobs", "contract")
 
 
 def _version(wanted: bool) -> None:
@@ -490,6 +494,18 @@ def explore(
     at_random: Annotated[
         bool, typer.Option("--random", help="Long random scripts, shrunk, in place of every order.")
     ] = False,
+    requests: Annotated[
+        bool,
+        typer.Option(
+            "--requests", help="Search over requests on the target's radix caches: who takes what."
+        ),
+    ] = False,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cache", metavar="NAME", help="--requests: swa or unified; repeatable. Default: both."
+        ),
+    ] = None,
     steps: Annotated[
         int,
         typer.Option(
@@ -524,7 +540,8 @@ def explore(
 ) -> None:
     """Try every legal order of steps, and show the shortest that fails.
 
-    Without --page-size: at page size 1.
+    With --requests the steps are those of requests on a radix cache, as SGLang's scheduler takes
+    them: two requests, or three with --random. Without --page-size: at page size 1.
 
     Exit code 0: none fails. 1: one does. 130: interrupted; what was tried by then is shown.
     """
@@ -539,6 +556,15 @@ def explore(
         raise UsageError(
             f"explore: {option} means nothing with{'' if at_random else 'out'} --random"
         )
+    refused = given(context, *(FOR_NODES if requests else FOR_REQUESTS))
+    if refused:
+        name = "--all" if refused[0] == "every" else f"--{refused[0]}"
+        raise UsageError(
+            f"explore: {name} means nothing with{'' if requests else 'out'} --requests"
+        )
+    for name in cache or ():
+        if name not in CACHES:
+            raise UsageError(unknown("cache", name, CACHES))
     with target_output(), time_limit(timeout):
         target = open_one(on, device, patch)
         from swaleak.explorer.search import (
@@ -551,24 +577,34 @@ def explore(
         )
         from swaleak.report.explore import explore_report
         from swaleak.report.progress import ProgressLine
-        from swaleak.scenario.contract import Rules
+        from swaleak.scenario.contract import RequestRules, Rules
         from swaleak.targets.open import strategy_of
 
         ships = "shipped" in target.strategies()
         name = strategy_of(strategy or ("shipped" if ships else "deferred"))
-        segments = has_segments(target, name)
         plan: AtRandom | Exhaustive
+        rules: Rules | RequestRules
+        searched: list[str | None] = [None]
         if at_random:
-            rules = Rules(contract.value, nodes or 8, pages=3, segments=segments, growth=True)
             plan = AtRandom(steps, seed, scripts, shard_of(shard))
         else:
-            rules = Rules(contract.value, nodes or 3, segments=segments)
             plan = Exhaustive(depth, every, jobs)
+        if requests:
+            rules = RequestRules(3, parts=True) if at_random else RequestRules()
+            searched = [one for one in cache or CACHES if one not in target.caches.left_out]
+            if not searched:
+                raise TargetError(f"{target.name}: {'; '.join(target.caches.left_out.values())}")
+        else:
+            segments = has_segments(target, name)
+            if at_random:
+                rules = Rules(contract.value, nodes or 8, pages=3, segments=segments, growth=True)
+            else:
+                rules = Rules(contract.value, nodes or 3, segments=segments)
         found = []
         with ProgressLine() as line:
-            for size in dict.fromkeys(page_size or [1]):
+            for of, size in product(searched, dict.fromkeys(page_size or [1])):
                 with interruptible(f"explore on {target.name}, strategy {name}, page size {size}"):
-                    found.append(search(Place(target, name, size, rules), plan, line.show))
+                    found.append(search(Place(target, name, size, rules, of), plan, line.show))
                 if found[-1].interrupted:
                     break
         report = explore_report(about([target]), found)

@@ -7,14 +7,15 @@ import ctypes
 import gc
 from dataclasses import dataclass
 
-from swaleak.checker.conservation import run_cache_script
+from swaleak.checker.conservation import run_on_cache
 from swaleak.checker.run import Run, run_script
-from swaleak.errors import ScriptError, UsageError
+from swaleak.errors import ScriptError, TargetError, UsageError
 from swaleak.scenario import steps
 from swaleak.scenario.calls import MAX_SLOTS
 from swaleak.scenario.toml import Known, Outcome, Scenario, check_page_size
 from swaleak.targets.driver import Sizes
 from swaleak.targets.open import Target
+from swaleak.targets.radix_cache import RadixCache
 
 LARGE = 2**20  # slots, and bytes of a block of memory
 M_MMAP_THRESHOLD = -3  # see mallopt(3)
@@ -128,17 +129,16 @@ def run_case(
             driver = target.make(strategy, sizes)
             run = run_script(driver, scenario.steps, keep_steps=keep_steps, repeat=repeat)
         else:
-            tree = target.caches.make(
-                cache,
-                strategy,
-                sizes,
-                scenario.window,
-                tokens=scenario.window_tokens,
-                eagle=scenario.eagle,
-            )
-            run = run_cache_script(tree, scenario.steps, keep_steps=keep_steps)
-    except ScriptError as error:
-        raise ScriptError(f"{scenario.source or scenario.name}: {error}") from None
+
+            def make(strategy: str) -> RadixCache:
+                tokens, eagle = scenario.window_tokens, scenario.eagle
+                return target.caches.make(
+                    cache, strategy, sizes, scenario.window, tokens=tokens, eagle=eagle
+                )
+
+            run = run_on_cache(make, strategy, scenario.steps, keep_steps=keep_steps)
+    except (ScriptError, TargetError) as error:
+        raise type(error)(f"{scenario.source or scenario.name}: {error}") from None
     known = scenario.known_failure(target.version, page_size)
     if origin not in CANDIDATES and known and known.fault == "allocator":
         known = None  # a strategy has taken the place of what is known to fail

@@ -23,8 +23,8 @@ from swaleak.targets.driver import State
 class Violation:
     """One difference between an allocator and its shadow.
 
-    ``pages``: page numbers of ``pool``; with ``owner``, that node's own 0th, 1st, … page. ``fault``:
-    whose it is, ``allocator``, ``cache`` or ``caller``.
+    ``pages``: page numbers of ``pool``; with ``owner``, that node's own 0th, 1st, … page.
+    ``fault``: whose it is, ``allocator`` or ``cache``.
     """
 
     kind: str

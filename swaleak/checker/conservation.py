@@ -6,9 +6,8 @@ that run, entered in a shadow, and compared with the allocator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -22,12 +21,41 @@ from swaleak.scenario.steps import Expect, Step
 from swaleak.targets.driver import State
 from swaleak.targets.radix_cache import UNMAPPED, Held, Look, RadixCache, Reader
 
-CACHE = "cache"
+ALLOCATOR, CACHE, EAGER = "allocator", "cache", "eager"
+
+
+def run_on_cache(
+    make: Callable[[str], RadixCache],
+    strategy: str,
+    script: Sequence[Step],
+    *,
+    keep_steps: bool = False,
+) -> Run:
+    """Run a script on a cache from ``make(strategy)``, and say whose fault it is if it fails.
+
+    An allocator that carries out every call at once does what it is told: what goes wrong with
+    that too, in the same way, is the fault of the cache, and the rest the allocator's. Raises as
+    ``run_cache_script``.
+    """
+    run = run_cache_script(make(strategy), script, keep_steps=keep_steps)
+    if not run.kinds:
+        return run
+    told = run if strategy == EAGER else run_cache_script(make(EAGER), script)
+    kinds = told.kinds
+
+    def blamed(violation: Violation) -> Violation:
+        return replace(violation, fault=CACHE if violation.kind in kinds else ALLOCATOR)
+
+    violations = tuple(map(blamed, run.comparison.violations))
+    healed = tuple((at, blamed(violation)) for at, violation in run.healed)
+    return replace(run, comparison=replace(run.comparison, violations=violations), healed=healed)
+
 
 def run_cache_script(tree: RadixCache, script: Iterable[Step], *, keep_steps: bool = False) -> Run:
-    """Make all steps on a cache (see ``targets/radix_cache.py``), drop its locks, and judge.
+    """Make all steps on a cache (see ``targets/radix_cache.py``), end what runs, and judge.
 
-    Raises ``ScriptError`` (with the step) if a pool is too small for the script.
+    Raises ``ScriptError`` (with the step) for a step that makes no sense, or a pool that is too
+    small, ``TargetError`` where SGLang uses a stand-in in a way that it cannot answer.
     """
     findings = Findings()
     results: list[StepResult] = []
@@ -106,8 +134,9 @@ def _stolen(
     size, prefix, slots = tree.page_size, reader.prefix, reader.slots
     here = [UNMAPPED] * prefix  # by position, the slot that the tree has there
     for held in nodes:
-        start, stop = len(held.tokens) - len(held.full), min(len(held.tokens), prefix)
-        if start < prefix and held.tokens[:stop] == reader.tokens[:stop]:
+        start, stop = held.stop - len(held.full), min(held.stop, prefix)
+        length = len(held.tokens) if stop == held.stop else stop
+        if start < prefix and held.tokens[:length] == reader.tokens[:length]:
             here[start:stop] = held.full[: stop - start]
     if here != slots[:prefix] or not free.isdisjoint([slot // size for slot in slots]):
         taken = {

@@ -140,7 +140,7 @@ class Graph:
 
     def _enter(self, value: Any) -> list[Any]:
         """Keep one object's content, and return what it refers to."""
-        kind = type(value)
+        kind: Any = type(value)
         if isinstance(value, Tensor):
             there = plain(value)
             self.tensors.append(_Tensor(there, there.clone(), there._version))
@@ -149,7 +149,7 @@ class Graph:
             self.mappings.append((value, kind.copy(value)))
             return [*value.values(), *value] if isinstance(value, dict) else [*value]
         if isinstance(value, (list, deque, array)):
-            self.sequences.append((value, value[:] if kind is not deque else copy(value)))
+            self.sequences.append((value, copy(value)))
             return [] if isinstance(value, array) else [*value]
         if isinstance(value, (tuple, frozenset)):
             return [*value]
@@ -157,7 +157,8 @@ class Graph:
         if (live := getattr(value, "__dict__", None)) is not None:
             self.attributes.append((live, live.copy()))
             inner += live.values()
-        if names := _slots(kind):
+        names: tuple[str, ...] = _slots(kind)
+        if names:
             held = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
             self.slots.append((value, held))
             inner += [item for _, item in held]
@@ -187,14 +188,16 @@ class Graph:
             w.version = w.tensor._version
 
 
-_FIXED = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Enum, bytes)
-_FIXED += (torch.device, torch.dtype, Logger)
+_FIXED: tuple[type, ...] = (
+    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+    *(Enum, bytes, torch.device, torch.dtype, Logger),
+)
 
 
 @cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: Any) -> tuple[str, ...]:
     """Return the names of a type's attributes that are kept in slots, if they can be set."""
-    if any(base in kind.__mro__ for base in (Exception,)) or kind.__module__ == "builtins":
+    if kind.__module__ == "builtins":
         return ()
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
     names = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]

@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from swaleak.allocator.strategies import STRATEGIES
 from swaleak.checker.case import run_case
+from swaleak.checker.conservation import run_on_cache
 from swaleak.checker.run import Execution, Run, run_script
 from swaleak.errors import RAISED
 from swaleak.explorer.shrink import renamed
@@ -18,6 +19,7 @@ from swaleak.scenario.steps import Step
 from swaleak.scenario.toml import Known, Outcome, Scenario
 from swaleak.targets.driver import Driver
 from swaleak.targets.open import SHIPPED, Builtin, Target
+from swaleak.targets.radix_cache import RadixCache
 
 Owners = dict[str, tuple[tuple[int, int | None], ...]]  # node -> per page, full page and SWA page
 
@@ -62,12 +64,43 @@ def counterexample(
     return Counterexample(order, run, tuple(owners), same_order(order, catalogue))
 
 
+def cache_counterexample(
+    make: Callable[[str], RadixCache],
+    strategy: str,
+    order: Sequence[Step],
+    catalogue: Iterable[Scenario],
+) -> Counterexample:
+    """Run an order of requests on a fresh cache, with requests called r1, r2 and so on."""
+    order = renamed(order)
+    tree = make(strategy)
+    owners: list[Owners] = []
+    for step in order:
+        try:
+            tree.play(step)
+        except RAISED:  # the run says what it raised
+            break
+        there = tree.look().owners.items()
+        owners.append(
+            {name: tuple(zip(owned.full, owned.swa, strict=True)) for name, owned in there}
+        )
+    run = run_on_cache(make, strategy, order, keep_steps=True)
+    known = (s.name for s in catalogue if s.caches and renamed(s.steps) == order)
+    return Counterexample(order, run, tuple(owners), next(known, None))
+
+
 def scenario_of(
-    found: Counterexample, target: Target, strategy: str, page_size: int, pages: int, reach: str
+    found: Counterexample,
+    target: Target,
+    strategy: str,
+    page_size: int,
+    pages: int,
+    reach: str,
+    cache: str | None = None,
+    swa_pages: int | None = None,
 ) -> Scenario:
     """Return a scenario that runs to the same verdict on the same target.
 
-    ``pages``: the size of both pools.
+    ``pages``: the size of the full pool, and of the SWA pool unless ``swa_pages`` is given.
     """
     how = f"swaleak explore on {target.name} ({strategy})"
     bare = Scenario(
@@ -77,8 +110,9 @@ def scenario_of(
         reach=reach,
         story=f"Found by {how}. " + "; ".join(str(v) for v in found.run.comparison.violations),
         full_pages=pages,
-        swa_pages=pages,
+        swa_pages=swa_pages or pages,
         page_sizes=(page_size,),
+        caches=(cache,) if cache else (),
     )
     return declared(bare, found.run, target, strategy)
 
@@ -91,12 +125,18 @@ def declared(bare: Scenario, run: Run, target: Target, strategy: str) -> Scenari
     nothing is declared: it has to be clean.
     """
     model, [page_size] = Builtin(target.device), bare.page_sizes
-    expect = {name: outcome_of(run_case(bare, model, name, page_size).run) for name in STRATEGIES}
+    expect = {}
+    if not bare.caches:  # the model has none
+        for name in STRATEGIES:
+            expect[name] = outcome_of(run_case(bare, model, name, page_size).run)
     known: tuple[Known, ...] = ()
     if target.origin(strategy) in ("builtin", "grafted"):
         expect[strategy] = outcome_of(run)
     elif target.origin(strategy) == SHIPPED and target.version:
-        known = (Known(SpecifierSet(f"=={target.version}"), outcome_of(run)),)
+        faults = {violation.fault for violation in run.comparison.violations}
+        fault = "allocator" if "allocator" in faults or not bare.caches else "cache"
+        where = SpecifierSet(f"=={target.version}")
+        known = (Known(where, outcome_of(run), fault=fault),)
     return replace(bare, expect=expect, known=known)
 
 

@@ -26,8 +26,14 @@ from swaleak.scenario.request_steps import Admit, Grow
 from swaleak.scenario.steps import Group, Step
 from swaleak.targets.radix_cache import Caches, Look, RadixCache
 
-MakeCache = Callable[[int], RadixCache]  # pages of each pool -> an empty cache
+MakeCache = Callable[[str, int], RadixCache]  # strategy, pages -> an empty cache
 REPORT_EVERY = 512  # transitions
+FURTHER = 20  # scripts that are run when one has failed, besides as many as that took
+
+
+def swa_pages(full_pages: int) -> int:
+    """Return the size of the SWA pool beside a full pool, for random scripts: it runs dry first."""
+    return full_pages * 2 // 3
 
 
 class RequestOrders:
@@ -37,11 +43,12 @@ class RequestOrders:
     objects that brings the cache back to it.
     """
 
-    def __init__(self, make: MakeCache, rules: RequestRules, depth: int) -> None:
+    def __init__(self, make: MakeCache, strategy: str, rules: RequestRules, depth: int) -> None:
         self.rules = rules
         self.depth = depth
         self.pages = rules.requests * (rules.pages + depth) + 2
-        self.fresh: Callable[[], RadixCache] = lambda: make(self.pages)
+        self.make: Callable[[str], RadixCache] = lambda strategy: make(strategy, self.pages)
+        self.fresh: Callable[[], RadixCache] = lambda: self.make(strategy)
         self.coverage = Coverage()
         self.failures: list[Failure] = []
 
@@ -52,6 +59,7 @@ class RequestOrders:
         frontier: list[tuple[Script, Graph, int]] = [((), Graph(tree, (Caches,)), 0)]
         for depth in range(1, self.depth + 1):
             ahead: list[tuple[Script, Graph, int]] = []
+            new = False
             for order, here, grouped in frontier:
                 here.restore()
                 for step in list(legal_requests(tree, self.rules, grouped)):
@@ -67,18 +75,17 @@ class RequestOrders:
                         coverage.dry += 1
                     elif tree.in_group or key not in seen:
                         seen.add(key)
+                        new = True
                         if depth < self.depth:
                             now = _grouped(step, grouped)
                             ahead.append(((*order, step), Graph(tree, (Caches,)), now))
                     if coverage.transitions % REPORT_EVERY == 0:
                         coverage.states = len(seen)
-                        yield Progress(
-                            len(seen), coverage.transitions, depth, coverage.seconds
-                        )
+                        yield Progress(len(seen), coverage.transitions, depth, coverage.seconds)
                     here.restore()
             coverage.states, coverage.depth = len(seen), depth
             frontier = ahead
-            if not frontier:
+            if not new:
                 coverage.exhausted = True
                 return
 
@@ -99,22 +106,22 @@ class RequestOrders:
         """Return an order that fails on a fresh cache, made as small as it gets."""
         run = run_cache_script(self.fresh(), order)
         if run.verdict == "clean":
-            raise TargetError(
-                "the cache holds state that this search does not see; explore --random does"
-            )
+            raise TargetError("it keeps state that this search does not see; try --random")
         order = shrink(order, partial(same_failure, self.fresh, signature=run.signature))
         return Failure(order, run_cache_script(self.fresh(), order))
 
 
 class RandomRequests:
-    """Runs ``scripts`` scripts of ``length`` steps, the first from ``seed``, until one fails.
+    """Runs ``scripts`` scripts of ``length`` steps, the first from ``seed``.
 
+    When one has failed, as many again are run, and that which shrinks to the fewest steps is kept.
     ``coverage`` and ``failures`` are up to date at any time.
     """
 
     def __init__(
         self,
         make: MakeCache,
+        strategy: str,
         rules: RequestRules,
         length: int,
         seed: int,
@@ -126,26 +133,39 @@ class RandomRequests:
         self.length = length
         self.seeds = range(seed + shard.index - 1, seed + scripts, shard.count)
         self.pages = 2 * rules.requests * rules.pages
-        self.fresh: Callable[[], RadixCache] = lambda: make(self.pages)
+        self.make: Callable[[str], RadixCache] = lambda strategy: make(strategy, self.pages)
+        self.fresh: Callable[[], RadixCache] = lambda: self.make(strategy)
         self.coverage = Walks(seed)
         self.failures: list[Failure] = []
 
     def run(self) -> Iterator[Walks]:
         """Run, and report on the way."""
         started, coverage = time.perf_counter(), self.coverage
+        first: int | None = None  # scripts until one has failed
         for seed in self.seeds:
+            if first is not None and coverage.scripts >= 2 * first + FURTHER:
+                return
             script, failed = self.script(seed)
             coverage.scripts += 1
             coverage.steps += len(script)
             coverage.seconds = time.perf_counter() - started
             yield coverage
             if failed:
-                run = run_cache_script(self.fresh(), script)
-                self.failures = [Failure(script, run, seed, len(script))]  # if interrupted now
-                order = shrink(script, partial(same_failure, self.fresh, signature=run.signature))
-                shrunk = run_cache_script(self.fresh(), order)
-                self.failures = [Failure(order, shrunk, seed, len(script))]
-                return
+                first = first or coverage.scripts
+                self._keep(seed, script)
+
+    def _keep(self, seed: int, script: Script) -> None:
+        """Keep a script that fails, as small as it gets, if it is the smallest so far."""
+        run = run_cache_script(self.fresh(), script)
+        if run.verdict == "clean":
+            raise TargetError(f"seed {seed} fails, and not when it is run again")
+        if not self.failures:
+            self.failures = [Failure(script, run, seed, len(script))]  # if interrupted now
+        order = shrink(script, partial(same_failure, self.fresh, signature=run.signature))
+        kept = self.failures[0]
+        if len(order) < len(kept.order) or kept.seed == seed:
+            run = run_cache_script(self.fresh(), order)
+            self.failures = [Failure(order, run, seed, len(script))]
 
     def script(self, seed: int) -> tuple[Script, bool]:
         """Return the script of a seed as far as it goes, and whether it fails."""
@@ -216,7 +236,7 @@ def same_failure(fresh: Callable[[], RadixCache], script: Script, signature: Any
         run: Run = run_cache_script(fresh(), script)
     except (ScriptError, TargetError):
         return False
-    return run.signature == signature
+    return bool(run.signature == signature)
 
 
 def state_key(tree: RadixCache, there: Look) -> bytes:
@@ -246,7 +266,8 @@ def state_key(tree: RadixCache, there: Look) -> bytes:
             peers = [None if p is None else swa.setdefault(p, len(swa)) for p in owned.swa]
             decoded = min(request.decode_batch_idx, tree.requests.window)
             state = (request.state, decoded, reader.prefix, request.swa_evicted_seqlen)
-            requests.append((reader.tokens, len(reader.slots), state, request.swa_released, numbers, peers))
+            slots = (len(reader.slots), request.swa_released, numbers, peers)
+            requests.append((reader.tokens, state, slots))
     text += sorted(map(repr, requests))
     if tree.in_group:
         for part in tree.driver.parts():

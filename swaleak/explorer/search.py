@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 from swaleak.errors import UsageError
 from swaleak.explorer.breadth_first import BreadthFirst, Coverage, Failure, Progress
-from swaleak.explorer.counterexample import Counterexample, counterexample, scenario_of
+from swaleak.explorer.counterexample import (
+    Counterexample,
+    cache_counterexample,
+    counterexample,
+    scenario_of,
+)
 from swaleak.explorer.random_walk import RandomWalk, Shard, Walks
+from swaleak.explorer.requests import RandomRequests, RequestOrders, swa_pages
 from swaleak.scenario import catalogue
-from swaleak.scenario.contract import Rules
+from swaleak.scenario.contract import RequestRules, Rules
 from swaleak.scenario.toml import Scenario, check_page_size
 from swaleak.targets.driver import Driver, Sizes
 from swaleak.targets.open import Target
+from swaleak.targets.radix_cache import RadixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +47,13 @@ class AtRandom:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is searched, and by which rules."""
+    """What is searched, and by which rules; ``cache``: the one that requests run on."""
 
     target: Target
     strategy: str
     page_size: int
-    rules: Rules
+    rules: Rules | RequestRules
+    cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,8 @@ class Search:
             place.page_size,
             self.pages,
             place.rules.contract,
+            place.cache,
+            swa_pages(self.pages) if isinstance(self.plan, AtRandom) else self.pages,
         )
 
 
@@ -89,8 +99,10 @@ def search(
     def make(full_pages: int, swa_pages: int) -> Driver:
         return place.target.make(place.strategy, Sizes(full_pages, swa_pages, place.page_size))
 
-    engine: BreadthFirst | RandomWalk
-    if isinstance(plan, Exhaustive):
+    engine: BreadthFirst | RandomWalk | RequestOrders | RandomRequests
+    if isinstance(place.rules, RequestRules):
+        engine = _of_requests(place, place.rules, plan)
+    elif isinstance(plan, Exhaustive):
         engine = BreadthFirst(make, place.rules, plan.depth, every=plan.every, jobs=plan.jobs)
     else:
         engine = RandomWalk(make, place.rules, plan.steps, plan.seed, plan.scripts, plan.shard)
@@ -101,7 +113,12 @@ def search(
     except KeyboardInterrupt:
         interrupted = True
     known = catalogue.catalogue()
-    shown = [counterexample(engine.fresh, failure.order, known) for failure in engine.failures]
+    shown = []
+    for failure in engine.failures:
+        if isinstance(engine, RequestOrders | RandomRequests):
+            shown.append(cache_counterexample(engine.make, place.strategy, failure.order, known))
+        else:
+            shown.append(counterexample(engine.fresh, failure.order, known))
     return Search(
         place,
         plan,
@@ -111,6 +128,22 @@ def search(
         interrupted,
         engine.pages,
     )
+
+
+def _of_requests(
+    place: Place, rules: RequestRules, plan: Exhaustive | AtRandom
+) -> RequestOrders | RandomRequests:
+    """Return a search over requests."""
+    caches, cache, size = place.target.caches, str(place.cache), place.page_size
+
+    def make(strategy: str, pages: int) -> RadixCache:
+        swa = pages if isinstance(plan, Exhaustive) else swa_pages(pages)
+        return caches.make(cache, strategy, Sizes(pages, swa, size), 1)
+
+    if isinstance(plan, Exhaustive):
+        return RequestOrders(make, place.strategy, rules, plan.depth)
+    bounds = (plan.steps, plan.seed, plan.scripts, plan.shard)
+    return RandomRequests(make, place.strategy, rules, *bounds)
 
 
 def has_segments(target: Target, strategy: str) -> bool:

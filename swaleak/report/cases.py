@@ -290,11 +290,14 @@ def _facts(case: Case) -> list[str]:
     facts = [*run.unmet]
     if run.raised:
         facts.append(f"step {run.failed_at} {case.verdict}: {run.raised}")
-    if wrong := violations_text(run.comparison.violations):
+    of_cache = bool(case.scenario.caches)
+    if wrong := violations_text(run.comparison.violations, of_cache=of_cache):
         since = "" if run.raised or not run.failed_at else f"from step {run.failed_at}: "
         facts.append(since + wrong)
     for at, healed in grouped(case.run.healed).items():
-        facts.append(f"at step {at}: {violations_text(healed)}; healed by the end")
+        facts.append(
+            f"at step {at}: {violations_text(healed, of_cache=of_cache)}; healed by the end"
+        )
     if run.repeats > 1:
         lost = _lost_per_round(case)
         pages = f"{lost:g} SWA {plural('page', lost)}"

@@ -23,6 +23,7 @@ from swaleak.report.model import (
     strategy_text,
     violations_text,
 )
+from swaleak.scenario.contract import RequestRules, Rules
 
 NEW = "New: no catalogue scenario has these steps."
 OWNERS = "owners: what should be; physical and mapped: what the allocator holds."
@@ -47,6 +48,8 @@ def explore_report(about: About, searches: Sequence[Search]) -> Report:
 def _title(search: Search) -> str:
     place = search.place
     strategy = strategy_text(place.strategy, place.target.origin(place.strategy))
+    if place.cache:
+        return f"requests on the {place.cache} cache, {strategy}, page size {place.page_size}"
     return f"{strategy}, page size {place.page_size}, {place.rules.contract} contract"
 
 
@@ -58,7 +61,8 @@ def _failure_section(search: Search, at: int) -> Section:
         for number, step in enumerate(run.steps, start=1)
     )
     columns = ("#", "step", "physical", "mapped", "owners, full>SWA page")
-    said = [violations_text(run.comparison.violations)] if run.comparison.violations else []
+    wrong = run.comparison.violations or [violation for _, violation in run.healed]
+    said = [violations_text(wrong, of_cache=bool(search.place.cache))] if wrong else []
     if run.raised:
         said.append(f"step {run.failed_at} raised {run.raised}")
     lines = [
@@ -103,7 +107,10 @@ def _covered(search: Search) -> tuple[str, ...]:
         lines += _every_order(search, covered)
         # where nothing is left to try, longer orders come to states that were seen
         longer = [] if covered.exhausted else ["longer orders"]
-        untried = ", ".join([*longer, "more nodes, parts of pages, growing requests (--random)"])
+        more = "more requests, parts of pages, pools that run dry (--random)"
+        if isinstance(search.place.rules, Rules):
+            more = "more nodes, parts of pages, growing requests (--random)"
+        untried = ", ".join([*longer, more])
     else:
         lines += _random_scripts(search, covered)
         untried = "scripts that were not drawn"
@@ -116,12 +123,16 @@ def _every_order(search: Search, covered: Coverage) -> Iterator[str]:
     rules = search.place.rules
     if not search.counterexamples:
         steps = "any length" if covered.exhausted else f"up to {counted(covered.depth, 'step')}"
-        nodes = counted(rules.nodes, "node")
-        yield f"No order of {steps} fails, with up to {nodes} of 1 to {rules.pages} pages."
+        if isinstance(rules, RequestRules):
+            requests = counted(rules.requests, "request")
+            bounds = f"{requests} and prompts of 1 to {rules.pages} pages"
+        else:
+            bounds = f"{counted(rules.nodes, 'node')} of 1 to {rules.pages} pages"
+        yield f"No order of {steps} fails, with up to {bounds}."
     yield (
         f"{counted(covered.states, 'state')}, {counted(covered.transitions, 'transition')} in "
-        f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s, "
-        f"{covered.bytes_per_state:.0f} bytes per state."
+        f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s"
+        + (f", {covered.bytes_per_state:.0f} bytes per state." if covered.bytes_per_state else ".")
     )
     if covered.refused:
         refused = counted(covered.refused, "transition")
@@ -150,6 +161,7 @@ def _rates(covered: Coverage | Walks) -> dict[str, float]:
 
 def _search_json(search: Search) -> dict[str, Any]:
     place, covered = search.place, search.coverage
+    rules = place.rules
     counts = {f.name: getattr(covered, f.name) for f in fields(covered)}
     if isinstance(covered, Walks):
         counts["operations"] = counts.pop("steps")
@@ -163,7 +175,9 @@ def _search_json(search: Search) -> dict[str, Any]:
         "origin": place.target.origin(place.strategy),
         "page_size": place.page_size,
         "contract": place.rules.contract,
-        "nodes": place.rules.nodes,
+        **({"nodes": rules.nodes} if isinstance(rules, Rules) else {}),
+        **({"requests": rules.requests} if isinstance(rules, RequestRules) else {}),
+        **({"cache": place.cache} if place.cache else {}),
         "shard": f"{shard.index}/{shard.count}" if shard else "1/1",
         "interrupted": search.interrupted,
         **counts,

@@ -38,6 +38,10 @@ WORDINGS = {
     ("dangling", False): "dangling: {pages} in use and in the free list",
     ("double-free", False): "{pages} twice in the free list",
     ("reserved", False): "reserved {pages} in the free list",
+    ("shared", False): "shared: {pages} with more than one owner",
+    ("stolen", True): "stolen: {owner} still reads its {pages}",
+    ("miscounted", True): "miscounted: the locks of {owner} are not those of who holds it",
+    ("miscounted", False): "miscounted: {pool} is not the sum over the nodes",
 }
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
 
@@ -193,9 +197,17 @@ def outcome_text(outcome: Outcome) -> str:
     return ", ".join(parts) + (f", with {', '.join(outcome.kinds)}" if outcome.kinds else "")
 
 
-def violations_text(violations: Iterable[Violation]) -> str:
-    """Return violations as one part of a sentence."""
-    return "; ".join(map(violation_text, violations))
+def violations_text(violations: Iterable[Violation], *, of_cache: bool = False) -> str:
+    """Return violations as one part of a sentence, and whose fault they are.
+
+    What nobody but the allocator can have done wrong goes without saying; ``of_cache``: of a run
+    in which the cache can.
+    """
+    texts = []
+    for fault, found in grouped((one.fault, violation_text(one)) for one in violations).items():
+        whose = f" (the {fault}'s fault)" if of_cache or fault != "allocator" else ""
+        texts.append("; ".join(found) + whose)
+    return "; ".join(texts)
 
 
 def violation_text(violation: Violation) -> str:
@@ -208,6 +220,7 @@ def violation_text(violation: Violation) -> str:
         return f"{violation.kind}: {whose}{pool}{page_list(violation.pages)}"
     return wording.format(
         owner=owner,
+        pool=violation.pool,
         pages=pool + page_list(violation.pages),
         maps=plural("maps", count),
         it=plural("it", count),
@@ -215,11 +228,12 @@ def violation_text(violation: Violation) -> str:
 
 
 def violations_json(violations: Iterable[Violation]) -> list[dict[str, Any]]:
-    """Return violations as JSON: kind, pool or owner, pages."""
+    """Return violations as JSON: kind, pool or owner or both, pages, whose fault it is."""
     return [
-        {"kind": v.kind, "pool": v.pool, "pages": list(v.pages)}
-        if v.owner is None
-        else {"kind": v.kind, "owner": v.owner, "pages": list(v.pages)}
+        {"kind": v.kind}
+        | ({} if v.owner is None else {"owner": v.owner})
+        | ({} if v.owner is not None and v.pool is None else {"pool": v.pool})
+        | {"pages": list(v.pages), "fault": v.fault}
         for v in violations
     ]
 

@@ -205,9 +205,7 @@ def _letters(rules: RequestRules, page_size: int) -> tuple[str, ...]:
 
 @cache
 def _prompts(rules: RequestRules, page_size: int) -> tuple[str, ...]:
-    whole = [
-        "".join(word) for n in range(1, rules.pages + 1) for word in product("AB", repeat=n)
-    ]
+    whole = ["".join(word) for n in range(1, rules.pages + 1) for word in product("AB", repeat=n)]
     parts = _letters(rules, page_size)[2:]
     ends = [word + part for word in ("", *whole) for part in parts if len(word) < rules.pages]
     splits = [part + word for part in parts for word in whole if len(word) < rules.pages]

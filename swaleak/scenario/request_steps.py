@@ -37,7 +37,7 @@ def tokens_of(prompt: str, page_size: int) -> list[int]:
 
 @lru_cache(maxsize=2**14)
 def prompt_of(tokens: tuple[int, ...], page_size: int) -> str:
-    """Return the prompt of tokens; ``A/2:4`` are tokens from the middle of a page, ``+3`` output."""
+    """Return the prompt of tokens; ``A/2:4``: from the middle of a page; ``+3``: output."""
     parts: list[tuple[int, int, int]] = []  # page, first token in it, count
     for token in tokens:
         page, at = divmod(token, page_size)

@@ -32,7 +32,7 @@ VERDICTS = ("clean", "leak", "corrupt", "refused", "error")
 FAULTS = ("allocator", "cache")
 KINDS = (
     *("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned"),
-    *("stolen", "miscounted", "freed-twice", "not-owned", "overwritten", "orphaned"),
+    *("stolen", "miscounted"),
 )
 
 

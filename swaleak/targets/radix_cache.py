@@ -130,12 +130,14 @@ class Owned(NamedTuple):
 class Held(NamedTuple):
     """What a node holds: slots of both pools, and how often each side is locked.
 
-    ``value``: the full slots as the node has them. ``swa``: None also where the cache keeps no SWA
-    slots. ``tombstone``: it has no SWA side.
+    ``tokens``: that lead to its end; with EAGLE one more, which is a part of its key. ``stop``: the
+    position behind its last slot. ``value``: the full slots as the node has them. ``swa``: None
+    also where the cache keeps no SWA slots. ``tombstone``: it has no SWA side.
     """
 
     name: str
     tokens: list[int]
+    stop: int
     node: Any
     value: torch.Tensor
     full: list[int]
@@ -148,8 +150,8 @@ class Held(NamedTuple):
 class Reader(NamedTuple):
     """Who reads pages: its tokens and, by position, their full slots.
 
-    The first ``prefix`` are the cache's; from ``start`` on they are inside the window. ``node``: the
-    one that is locked for it, or its number. ``request``: if it is one.
+    The first ``prefix`` are the cache's; from ``start`` on they are inside the window. ``node``:
+    the one that is locked for it, or its number. ``request``: if it is one.
     """
 
     name: str
@@ -245,6 +247,13 @@ class RadixCache:
                 paths.append((child, tokens))
                 yield tokens, child
 
+    def _beyond(self, node: Any) -> list[int]:
+        """Return the token behind a node's last one, which is a part of its key with EAGLE."""
+        key = node.key
+        length = len(key)
+        pairs = getattr(key, "is_bigram", False)
+        return list(key.token_ids[length : length + 1]) if pairs else []
+
     def look(self) -> Look:
         """Read off the tree, and the requests, who should own what and who reads it.
 
@@ -274,16 +283,18 @@ class RadixCache:
         return Look(nodes, owners, readers)
 
     def _held(self, tokens: list[int], node: Any) -> Held:
+        stop, tokens = len(tokens), tokens + self._beyond(node)
         name = prompt_of(tuple(tokens), self.page_size)
         if hasattr(node, "swa_tombstone"):
             value, locks = node.value, (node.full_lock_ref, node.swa_lock_ref)
-            return Held(name, tokens, node, value, value.tolist(), None, *locks, node.swa_tombstone)
+            full, bare = value.tolist(), node.swa_tombstone
+            return Held(name, tokens, stop, node, value, full, None, *locks, bare)
         component = self.caches.component
-        full, swa = node.component_data[component.FULL], node.component_data[component.SWA]
-        there = swa.value is not None
-        slots = swa.value.tolist() if there else None
-        value, locks = full.value, (full.lock_ref, swa.lock_ref)
-        return Held(name, tokens, node, value, value.tolist(), slots, *locks, not there)
+        data, swa = node.component_data[component.FULL], node.component_data[component.SWA]
+        slots = None if swa.value is None else swa.value.tolist()
+        value, locks = data.value, (data.lock_ref, swa.lock_ref)
+        full, bare = value.tolist(), slots is None
+        return Held(name, tokens, stop, node, value, full, slots, *locks, bare)
 
     def _owned_by(self, reader: Reader) -> Owned:
         """Return what a request holds outside the cache."""

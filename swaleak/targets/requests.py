@@ -49,7 +49,7 @@ class Request:
     cache_inserted_len = cache_protected_len = inflight_middle_chunks = prefix_len = 0
     swa_evicted_seqlen = kv_committed_len = kv_allocated_len = decode_batch_idx = 0
     prefix_indices = last_node = last_host_node = lock = lock_receipt = None
-    swa_uuid_for_lock = skip_lock_node_ids = finished_reason = req_pool_idx = None
+    swa_uuid_for_lock = skip_lock_node_ids = None
     reasoning_tokens = 0
 
     def __init__(self, name: str, tokens: list[int]) -> None:
@@ -59,6 +59,8 @@ class Request:
         self.filled = 0
         self.state = PREFILLED
         self.peers: list[int] = []
+        self.req_pool_idx: int | None = None
+        self.finished_reason: str | None = None
         self.kv: Any = self
 
     def __getattr__(self, name: str) -> Any:
@@ -280,9 +282,7 @@ class Requests:
         if self.page_size == 1:
             slots = self.driver.alloc(after - before)
         else:
-            slots = self.driver.alloc_extend(
-                [before], [after], self._last(request), after - before
-            )
+            slots = self.driver.alloc_extend([before], [after], self._last(request), after - before)
         self._take(request, slots, after)
 
     def _decode(self, request: Request) -> None:
@@ -340,9 +340,8 @@ class Requests:
                 token_to_kv_pool_allocator=self.driver.allocator,
             )
         else:
-            size, start = self.page_size, max(
-                request.swa_evicted_seqlen, request.cache_protected_len
-            )
+            size = self.page_size
+            start = max(request.swa_evicted_seqlen, request.cache_protected_len)
             stop = max(start, length - self.window - size) // size * size
             request.swa_evicted_seqlen = start
             if stop > start:
