@@ -386,8 +386,8 @@ def test_json_is_the_contract(cli: Cli) -> None:
                 "mapped": 1,
                 "verdict": "leak",
                 "violations": [
-                    {"kind": "leak", "pool": "swa", "pages": [2]},
-                    {"kind": "lost", "owner": "node", "pages": [0]},
+                    {"kind": "leak", "pool": "swa", "pages": [2], "fault": "allocator"},
+                    {"kind": "lost", "owner": "node", "pages": [0], "fault": "allocator"},
                 ],
                 "declared": "leak",
                 "as_declared": True,
@@ -552,6 +552,7 @@ def test_doctor_and_json_list_what_stands_in_for_the_rest_of_sglang(cli: Cli) ->
             f"sglang.srt.mem_cache.hicache_storage.PoolName{n}"
             for n in ("", ".KV", ".MAMBA", ".SWA")
         ),
+        *(f"sglang.srt.runtime_context.{name}" for name in ("get_serving", "get_spec")),
         *(f"sglang.srt.utils.common.{name}" for name in ("ceil_align", "get_num_new_pages")),
         *(f"sglang.srt.utils.{name}" for name in helpers),
     }

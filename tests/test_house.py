@@ -105,7 +105,8 @@ def test_nothing_is_there_for_the_tests_alone() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for path, text in files.items()
         for name in defined(ast.parse(text))
-        if words[name] < 2
+        # what SGLang's code reads of a request is named there, not here
+        if words[name] < 2 and path.name != "requests.py"
     ]
     assert dead == []
 

@@ -139,6 +139,7 @@ def test_what_has_no_caches_says_so() -> None:
 TOUCHED = {
     "sglang.srt.disaggregation.kv_events.StorageMedium",
     "sglang.srt.mem_cache.hicache_storage.PoolName",
+    "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool",
 }
 
 

@@ -247,6 +247,7 @@ def test_what_healed_is_one_line_per_step_beside_what_still_holds():
         "kind": "stale",
         "owner": "node",
         "pages": [0, 1],
+        "fault": "allocator",
     }
 
 
@@ -297,7 +298,7 @@ def test_all_notes_are_in_the_json():
         (violation_text(Violation("stale", (2,), "full")), "although nobody owns it"),
         (violation_text(Violation("stale", (2, 3), "full")), "still map although nobody owns them"),
         (violation_text(Violation("lost", (2, 3), "full")), "full pages 2, 3 lost the SWA side"),
-        (violation_text(Violation("stolen", (1,), owner="n")), "stolen: n's page 1"),
+        (violation_text(Violation("stolen", (1,), owner="n")), "stolen: n still reads its page 1"),
     ],
 )
 def test_one_and_many(text, said):

@@ -273,12 +273,16 @@ def test_a_scenario_or_trace_is_no_target(
     assert str(caught.value) == said
 
 
+# a cache of these releases frees the locked full page of a tombstone that it recovers (#29352)
+STOLEN = {"tree/recovery", "tree/recovery-later", "tree/two-nodes"}
+
+
 @pytest.mark.wheels
 @pytest.mark.parametrize(
     ("target", "strict", "code", "failing"),
     [
-        ("0.5.13.post1", False, 1, {"partial-page-free"}),
-        ("0.5.14", False, 0, set()),
+        ("0.5.13.post1", False, 1, {"partial-page-free", *STOLEN}),
+        ("0.5.14", False, 1, STOLEN),
         ("0.5.17", False, 0, set()),
         ("0.5.18", False, 1, {"tombstone-recovery", "tree/recovery", "tree/two-nodes"}),
         ("0.5.19", False, 0, set()),

@@ -353,8 +353,18 @@ class Requests:
         """Whether a request's lock has an SWA part that can be given up by itself."""
         if hasattr(self.cache, "release_swa_prefix_lock"):  # 0.5.22 and later: it sees for itself
             return request.lock is not None
-        receipt = request.lock_receipt
-        return getattr(receipt, "swa_uuid_for_lock", request.swa_uuid_for_lock) is not None
+        if self.names_lock:
+            return request.swa_uuid_for_lock is not None
+        receipt: Any = request.lock_receipt
+        if hasattr(receipt, "swa_uuid_for_lock"):  # 0.5.20
+            return receipt.swa_uuid_for_lock is not None
+        component = self.caches.component.SWA
+        return receipt.component_lock_uuids.get(component) is not None
+
+    @cached_property
+    def names_lock(self) -> bool:
+        """Whether the SWA part of a lock is given up by its number, 0.5.19 and before."""
+        return "swa_uuid_for_lock" in inspect.signature(self.cache.dec_swa_lock_only).parameters
 
     def _release_window(self, request: Request) -> None:
         """As ``maybe_evict_swa`` where a server has set the option for it."""
@@ -362,8 +372,8 @@ class Requests:
         if hasattr(cache, "release_swa_prefix_lock"):  # 0.5.22 and later
             cache.release_swa_prefix_lock(request)
             return
-        parameters = inspect.signature(cache.dec_swa_lock_only).parameters
-        if "swa_uuid_for_lock" in parameters:
+        if self.names_lock:
+            parameters = inspect.signature(cache.dec_swa_lock_only).parameters
             more = {"skip_lock_node_ids": request.skip_lock_node_ids}
             known = {key: value for key, value in more.items() if key in parameters}
             cache.dec_swa_lock_only(request.last_node, request.swa_uuid_for_lock, **known)
