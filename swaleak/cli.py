@@ -550,18 +550,13 @@ def explore(
         from swaleak.files import check_writable
 
         check_writable("--save", save, ".toml", "a scenario")
-    idle = given(context, *(FOR_EXHAUSTIVE if at_random else FOR_RANDOM))
-    if idle:
-        option = "--all" if idle[0] == "every" else f"--{idle[0]}"
-        raise UsageError(
-            f"explore: {option} means nothing with{'' if at_random else 'out'} --random"
-        )
-    refused = given(context, *(FOR_NODES if requests else FOR_REQUESTS))
-    if refused:
-        name = "--all" if refused[0] == "every" else f"--{refused[0]}"
-        raise UsageError(
-            f"explore: {name} means nothing with{'' if requests else 'out'} --requests"
-        )
+    for flag, is_on, idle in (
+        ("--random", at_random, FOR_EXHAUSTIVE if at_random else FOR_RANDOM),
+        ("--requests", requests, FOR_NODES if requests else FOR_REQUESTS),
+    ):
+        for name in given(context, *idle):
+            option = "--all" if name == "every" else f"--{name}"
+            raise UsageError(f"explore: {option} means nothing with{'' if is_on else 'out'} {flag}")
     for name in cache or ():
         if name not in CACHES:
             raise UsageError(unknown("cache", name, CACHES))

@@ -18,10 +18,12 @@ from swaleak.checker.shadow import Shadow
 from swaleak.errors import RAISED, ScriptError, StandInError, TargetError, format_error
 from swaleak.scenario.calls import PoolExhausted
 from swaleak.scenario.steps import Expect, Step
+from swaleak.scenario.toml import FAULTS
 from swaleak.targets.driver import State
 from swaleak.targets.radix_cache import UNMAPPED, Held, Look, RadixCache, Reader
 
-ALLOCATOR, CACHE, EAGER = "allocator", "cache", "eager"
+ALLOCATOR, CACHE = FAULTS
+EAGER = "eager"
 
 
 def run_on_cache(
@@ -40,8 +42,7 @@ def run_on_cache(
     run = run_cache_script(make(strategy), script, keep_steps=keep_steps)
     if not run.kinds:
         return run
-    told = run if strategy == EAGER else run_cache_script(make(EAGER), script)
-    kinds = told.kinds
+    kinds = (run if strategy == EAGER else run_cache_script(make(EAGER), script)).kinds
 
     def blamed(violation: Violation) -> Violation:
         return replace(violation, fault=CACHE if violation.kind in kinds else ALLOCATOR)
@@ -54,8 +55,9 @@ def run_on_cache(
 def run_cache_script(tree: RadixCache, script: Iterable[Step], *, keep_steps: bool = False) -> Run:
     """Make all steps on a cache (see ``targets/radix_cache.py``), end what runs, and judge.
 
-    Raises ``ScriptError`` (with the step) for a step that makes no sense, or a pool that is too
-    small, ``TargetError`` where SGLang uses a stand-in in a way that it cannot answer.
+    Whose fault it is, is not asked. Raises ``ScriptError`` (with the step) for a step that makes
+    no sense, or a pool that is too small, ``TargetError`` where SGLang uses a stand-in in a way
+    that it cannot answer.
     """
     findings = Findings()
     results: list[StepResult] = []
@@ -116,7 +118,7 @@ def _unkept(tree: RadixCache, state: State, there: Look) -> Iterator[Violation]:
     pages = [page for owned in there.owners.values() for page in owned.full]
     if len(set(pages)) < len(pages):
         shared = sorted({page for page in pages if pages.count(page) > 1})
-        yield Violation("shared", tuple(shared), "full", fault=CACHE)
+        yield Violation("shared", tuple(shared), "full")
     if there.readers:
         free, swa_free = set(state.full_free.tolist()), set(state.swa_free.tolist())
         for reader in there.readers:
@@ -144,7 +146,7 @@ def _stolen(
             for at, slot in enumerate(slots)
             if (at < prefix and here[at] != slot) or slot // size in free
         }
-        yield Violation("stolen", tuple(sorted(taken)), "full", reader.name, CACHE)
+        yield Violation("stolen", tuple(sorted(taken)), "full", reader.name)
     start = max(0, reader.start)
     if start < prefix:
         peers = tree.driver.peers(torch.tensor(slots[start:prefix], device="cpu")).tolist()
@@ -154,7 +156,7 @@ def _stolen(
             if not peer or peer // size in swa_free
         }
         if taken:
-            yield Violation("stolen", tuple(sorted(taken)), "swa", reader.name, CACHE)
+            yield Violation("stolen", tuple(sorted(taken)), "swa", reader.name)
 
 
 def _miscounted(tree: RadixCache, there: Look) -> Iterator[Violation]:
@@ -174,7 +176,7 @@ def _miscounted(tree: RadixCache, there: Look) -> Iterator[Violation]:
             sums["swa_protected" if held.swa_locks else "swa_evictable"] += count
         if locks[held.node.id] != held.full_locks:
             pages = tuple(range(count // tree.page_size))
-            yield Violation("miscounted", pages, "locks", held.name, CACHE)
+            yield Violation("miscounted", pages, "locks", held.name)
     for name, count in sums.items():
         if getattr(tree.cache, f"{name}_size")() != count:
-            yield Violation("miscounted", (), name, fault=CACHE)
+            yield Violation("miscounted", (), name)

@@ -77,6 +77,20 @@ class _Tensor:
     version: int
 
 
+def _captured(tensor: Tensor) -> _Tensor:
+    there = plain(tensor)
+    return _Tensor(there, there.clone(), there._version)
+
+
+def _write_back(tensors: list[_Tensor]) -> None:
+    """Give back their content to the tensors that were written."""
+    written = [w for w in tensors if w.tensor._version != w.version]
+    for w in written:
+        w.tensor.copy_(w.content)
+    for w in written:  # views share a counter: read it when all have been written
+        w.version = w.tensor._version
+
+
 class Snapshot:
     """An allocator and its shadow at one point. Its cost is paid here: restoring is cheap."""
 
@@ -92,8 +106,7 @@ class Snapshot:
                     held.append((name, copy(value)))
                     tensors |= {id(t): t for t in entries(value) if isinstance(t, Tensor)}
             self.parts.append((live, dict(live), held))
-        plains = [plain(tensor) for tensor in tensors.values()]
-        self.tensors = [_Tensor(tensor, tensor.clone(), tensor._version) for tensor in plains]
+        self.tensors = [_captured(tensor) for tensor in tensors.values()]
         self.shadow = [_content(vars(where)) for where in (shadow, shadow.full, shadow.swa)]
 
     def restore(self) -> None:
@@ -103,11 +116,7 @@ class Snapshot:
             live.update(attributes)
             for name, items in held:
                 live[name] = items[:] if type(items) is list else copy(items)
-        written = [w for w in self.tensors if w.tensor._version != w.version]
-        for w in written:
-            w.tensor.copy_(w.content)
-        for w in written:  # views share a counter: read it when all have been written
-            w.version = w.tensor._version
+        _write_back(self.tensors)
         for live, scalars, arrays, containers in self.shadow:
             live.update(scalars)
             for cells, content in arrays:
@@ -142,8 +151,7 @@ class Graph:
         """Keep one object's content, and return what it refers to."""
         kind: Any = type(value)
         if isinstance(value, Tensor):
-            there = plain(value)
-            self.tensors.append(_Tensor(there, there.clone(), there._version))
+            self.tensors.append(_captured(value))
             return []
         if isinstance(value, (dict, set)):
             self.mappings.append((value, kind.copy(value)))
@@ -157,8 +165,7 @@ class Graph:
         if (live := getattr(value, "__dict__", None)) is not None:
             self.attributes.append((live, live.copy()))
             inner += live.values()
-        names: tuple[str, ...] = _slots(kind)
-        if names:
+        if names := _slots(kind):
             held = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
             self.slots.append((value, held))
             inner += [item for _, item in held]
@@ -181,11 +188,7 @@ class Graph:
         for value, held in self.slots:
             for name, item in held:
                 setattr(value, name, item)
-        written = [w for w in self.tensors if w.tensor._version != w.version]
-        for w in written:
-            w.tensor.copy_(w.content)
-        for w in written:
-            w.version = w.tensor._version
+        _write_back(self.tensors)
 
 
 _FIXED: tuple[type, ...] = (

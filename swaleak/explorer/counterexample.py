@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 
@@ -17,7 +17,7 @@ from swaleak.explorer.shrink import renamed
 from swaleak.scenario import steps
 from swaleak.scenario.steps import Step
 from swaleak.scenario.toml import Known, Outcome, Scenario
-from swaleak.targets.driver import Driver
+from swaleak.targets.driver import Driver, Sizes
 from swaleak.targets.open import SHIPPED, Builtin, Target
 from swaleak.targets.radix_cache import RadixCache
 
@@ -44,24 +44,20 @@ def counterexample(
     """Run an order on a fresh allocator, with nodes called n1, n2 and so on."""
     order = renamed(order)
     execution = Execution(fresh())
-    owners: list[Owners] = []
-    for step in order:
-        try:
-            execution.make(step)
-        except RAISED:  # the run says what it raised
-            break
+
+    def owners() -> Owners:
         shadow = execution.shadow
-        owners.append(
-            {
-                name: tuple(
-                    (page, peer or None)
-                    for page, peer in zip(node.pages, shadow.peers(node), strict=True)
-                )
-                for name, node in (shadow.nodes | shadow.orphans()).items()
-            }
-        )
+        return {
+            name: tuple(
+                (page, peer or None)
+                for page, peer in zip(node.pages, shadow.peers(node), strict=True)
+            )
+            for name, node in (shadow.nodes | shadow.orphans()).items()
+        }
+
+    along = tuple(_along(order, execution.make, owners))
     run = run_script(fresh(), order, keep_steps=True)
-    return Counterexample(order, run, tuple(owners), same_order(order, catalogue))
+    return Counterexample(order, run, along, same_order(order, catalogue))
 
 
 def cache_counterexample(
@@ -73,34 +69,40 @@ def cache_counterexample(
     """Run an order of requests on a fresh cache, with requests called r1, r2 and so on."""
     order = renamed(order)
     tree = make(strategy)
-    owners: list[Owners] = []
-    for step in order:
-        try:
-            tree.play(step)
-        except RAISED:  # the run says what it raised
-            break
+
+    def owners() -> Owners:
         there = tree.look().owners.items()
-        owners.append(
-            {name: tuple(zip(owned.full, owned.swa, strict=True)) for name, owned in there}
-        )
+        return {name: tuple(zip(owned.full, owned.swa, strict=True)) for name, owned in there}
+
+    along = tuple(_along(order, tree.play, owners))
     run = run_on_cache(make, strategy, order, keep_steps=True)
     known = (s.name for s in catalogue if s.caches and renamed(s.steps) == order)
-    return Counterexample(order, run, tuple(owners), next(known, None))
+    return Counterexample(order, run, along, next(known, None))
+
+
+def _along(
+    order: Iterable[Step], make: Callable[[Step], None], owners: Callable[[], Owners]
+) -> Iterator[Owners]:
+    """Make the steps of an order, and yield the owners after each."""
+    for step in order:
+        try:
+            make(step)
+        except RAISED:  # the run says what it raised
+            return
+        yield owners()
 
 
 def scenario_of(
     found: Counterexample,
     target: Target,
     strategy: str,
-    page_size: int,
-    pages: int,
+    sizes: Sizes,
     reach: str,
     cache: str | None = None,
-    swa_pages: int | None = None,
 ) -> Scenario:
     """Return a scenario that runs to the same verdict on the same target.
 
-    ``pages``: the size of the full pool, and of the SWA pool unless ``swa_pages`` is given.
+    ``cache``: the one that its requests run on.
     """
     how = f"swaleak explore on {target.name} ({strategy})"
     bare = Scenario(
@@ -109,9 +111,9 @@ def scenario_of(
         steps=found.order,
         reach=reach,
         story=f"Found by {how}. " + "; ".join(str(v) for v in found.run.comparison.violations),
-        full_pages=pages,
-        swa_pages=swa_pages or pages,
-        page_sizes=(page_size,),
+        full_pages=sizes.full_pages,
+        swa_pages=sizes.swa_pages,
+        page_sizes=(sizes.page_size,),
         caches=(cache,) if cache else (),
     )
     return declared(bare, found.run, target, strategy)

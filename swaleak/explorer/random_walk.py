@@ -48,6 +48,10 @@ class Shard:
     index: int = 1
     count: int = 1
 
+    def seeds(self, first: int, scripts: int) -> range:
+        """Return its seeds of ``scripts``, the first of which is ``first``."""
+        return range(first + self.index - 1, first + scripts, self.count)
+
 
 class RandomWalk:
     """Runs ``scripts`` scripts of ``length`` steps each, the first from ``seed``, and so on.
@@ -65,10 +69,9 @@ class RandomWalk:
         scripts: int,
         shard: Shard | None = None,
     ) -> None:
-        shard = shard or Shard()
         self.rules = rules
         self.length = length
-        self.seeds = range(seed + shard.index - 1, seed + scripts, shard.count)
+        self.seeds = (shard or Shard()).seeds(seed, scripts)
         self.coverage = Walks(seed)
         self.failures: list[Failure] = []
         self.pages = room(rules)

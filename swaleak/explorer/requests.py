@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from random import Random
@@ -26,14 +27,9 @@ from swaleak.scenario.request_steps import Admit, Grow
 from swaleak.scenario.steps import Group, Step
 from swaleak.targets.radix_cache import Caches, Look, RadixCache
 
-MakeCache = Callable[[str, int], RadixCache]  # strategy, pages -> an empty cache
+MakeCache = Callable[[str, int, int], RadixCache]  # strategy, full and SWA pages -> empty
 REPORT_EVERY = 512  # transitions
 FURTHER = 20  # scripts that are run when one has failed, besides as many as that took
-
-
-def swa_pages(full_pages: int) -> int:
-    """Return the size of the SWA pool beside a full pool, for random scripts: it runs dry first."""
-    return full_pages * 2 // 3
 
 
 class RequestOrders:
@@ -46,8 +42,9 @@ class RequestOrders:
     def __init__(self, make: MakeCache, strategy: str, rules: RequestRules, depth: int) -> None:
         self.rules = rules
         self.depth = depth
-        self.pages = rules.requests * (rules.pages + depth) + 2
-        self.make: Callable[[str], RadixCache] = lambda strategy: make(strategy, self.pages)
+        self.pages = self.swa_pages = rules.requests * (rules.pages + depth) + 2
+        self.make: Callable[[str], RadixCache]
+        self.make = lambda strategy: make(strategy, self.pages, self.swa_pages)
         self.fresh: Callable[[], RadixCache] = lambda: self.make(strategy)
         self.coverage = Coverage()
         self.failures: list[Failure] = []
@@ -63,17 +60,16 @@ class RequestOrders:
             for order, here, grouped in frontier:
                 here.restore()
                 for step in list(legal_requests(tree, self.rules, grouped)):
-                    failed, key = self._make(tree, step)
+                    made = _make(tree, step)
+                    there = tree.look() if made else None
                     coverage.transitions += 1
                     coverage.seconds = time.perf_counter() - started
-                    if failed:
-                        found = self._failure((*order, step))
-                        if found:
-                            self.failures.append(found)
-                            return
-                    elif key is None:
+                    if made is None:
                         coverage.dry += 1
-                    elif tree.in_group or key not in seen:
+                    elif there is None or fails(tree, there):
+                        self.failures.append(_smallest(self.fresh, (*order, step)))
+                        return
+                    elif (key := state_key(tree, there)) not in seen or tree.in_group:
                         seen.add(key)
                         new = True
                         if depth < self.depth:
@@ -88,27 +84,6 @@ class RequestOrders:
             if not new:
                 coverage.exhausted = True
                 return
-
-    def _make(self, tree: RadixCache, step: Step) -> tuple[bool, bytes | None]:
-        """Make a step; return whether it fails, and the new state's key, None without room."""
-        try:
-            tree.play(step)
-        except PoolExhausted:
-            return False, None
-        except StandInError as error:
-            raise TargetError(str(error)) from None
-        except RAISED:
-            return True, None
-        there = tree.look()
-        return fails(tree, there), state_key(tree, there)
-
-    def _failure(self, order: Script) -> Failure | None:
-        """Return an order that fails on a fresh cache, made as small as it gets."""
-        run = run_cache_script(self.fresh(), order)
-        if run.verdict == "clean":
-            raise TargetError("it keeps state that this search does not see; try --random")
-        order = shrink(order, partial(same_failure, self.fresh, signature=run.signature))
-        return Failure(order, run_cache_script(self.fresh(), order))
 
 
 class RandomRequests:
@@ -128,12 +103,13 @@ class RandomRequests:
         scripts: int,
         shard: Shard | None = None,
     ) -> None:
-        shard = shard or Shard()
         self.rules = rules
         self.length = length
-        self.seeds = range(seed + shard.index - 1, seed + scripts, shard.count)
+        self.seeds = (shard or Shard()).seeds(seed, scripts)
         self.pages = 2 * rules.requests * rules.pages
-        self.make: Callable[[str], RadixCache] = lambda strategy: make(strategy, self.pages)
+        self.swa_pages = self.pages * 2 // 3  # runs dry first
+        self.make: Callable[[str], RadixCache]
+        self.make = lambda strategy: make(strategy, self.pages, self.swa_pages)
         self.fresh: Callable[[], RadixCache] = lambda: self.make(strategy)
         self.coverage = Walks(seed)
         self.failures: list[Failure] = []
@@ -156,16 +132,12 @@ class RandomRequests:
 
     def _keep(self, seed: int, script: Script) -> None:
         """Keep a script that fails, as small as it gets, if it is the smallest so far."""
-        run = run_cache_script(self.fresh(), script)
-        if run.verdict == "clean":
-            raise TargetError(f"seed {seed} fails, and not when it is run again")
-        if not self.failures:
-            self.failures = [Failure(script, run, seed, len(script))]  # if interrupted now
-        order = shrink(script, partial(same_failure, self.fresh, signature=run.signature))
-        kept = self.failures[0]
-        if len(order) < len(kept.order) or kept.seed == seed:
-            run = run_cache_script(self.fresh(), order)
-            self.failures = [Failure(order, run, seed, len(script))]
+        if not self.failures:  # if interrupted now
+            run = run_cache_script(self.fresh(), script)
+            self.failures = [Failure(script, run, seed, len(script))]
+        found, kept = _smallest(self.fresh, script), self.failures[0]
+        if len(found.order) < len(kept.order) or kept.seed == seed:
+            self.failures = [replace(found, seed=seed, length=len(script))]
 
     def script(self, seed: int) -> tuple[Script, bool]:
         """Return the script of a seed as far as it goes, and whether it fails."""
@@ -175,13 +147,10 @@ class RandomRequests:
         while len(script) < self.length or tree.in_group:
             step = self._choose(random, tree, grouped, ending=len(script) >= self.length)
             script.append(step)
-            try:
-                tree.play(step)
-            except PoolExhausted:
+            made = _make(tree, step)
+            if made is None:
                 return tuple(script[:-1]), False
-            except StandInError as error:
-                raise TargetError(str(error)) from None
-            except RAISED:
+            if not made:
                 return tuple(script), True
             grouped = _grouped(step, grouped)
             if not tree.in_group and fails(tree, tree.look()):
@@ -202,6 +171,28 @@ class RandomRequests:
             length = random.randint(1, self.rules.pages)
             chosen = [s for s in chosen if len(getattr(s, "prompt", "")) <= length] or chosen
         return random.choice(chosen)
+
+
+def _make(tree: RadixCache, step: Step) -> bool | None:
+    """Make a step. Return whether it was made: False if SGLang raised, None without room."""
+    try:
+        tree.play(step)
+    except PoolExhausted:
+        return None
+    except StandInError as error:
+        raise TargetError(str(error)) from None
+    except RAISED:
+        return False
+    return True
+
+
+def _smallest(fresh: Callable[[], RadixCache], script: Script) -> Failure:
+    """Return a script that fails, made as small as it gets."""
+    run = run_cache_script(fresh(), script)
+    if run.verdict == "clean":
+        raise TargetError("what has failed does not when it is run again from the start")
+    order = shrink(script, partial(same_failure, fresh, signature=run.signature))
+    return Failure(order, run_cache_script(fresh(), order))
 
 
 def _grouped(step: Step, before: int) -> int:

@@ -14,7 +14,7 @@ from swaleak.explorer.counterexample import (
     scenario_of,
 )
 from swaleak.explorer.random_walk import RandomWalk, Shard, Walks
-from swaleak.explorer.requests import RandomRequests, RequestOrders, swa_pages
+from swaleak.explorer.requests import RandomRequests, RequestOrders
 from swaleak.scenario import catalogue
 from swaleak.scenario.contract import RequestRules, Rules
 from swaleak.scenario.toml import Scenario, check_page_size
@@ -60,7 +60,7 @@ class Place:
 class Search:
     """What a search has come to. ``interrupted``: it was stopped; ``coverage`` says how far it was.
 
-    ``pages``: the size of both pools.
+    ``sizes``: of the pools.
     """
 
     place: Place
@@ -69,7 +69,7 @@ class Search:
     failures: tuple[Failure, ...]
     counterexamples: tuple[Counterexample, ...]
     interrupted: bool
-    pages: int
+    sizes: Sizes
 
     def scenario(self) -> Scenario:
         """Return the first counterexample as a scenario."""
@@ -78,11 +78,9 @@ class Search:
             self.counterexamples[0],
             place.target,
             place.strategy,
-            place.page_size,
-            self.pages,
+            self.sizes,
             place.rules.contract,
             place.cache,
-            swa_pages(self.pages) if isinstance(self.plan, AtRandom) else self.pages,
         )
 
 
@@ -113,12 +111,13 @@ def search(
     except KeyboardInterrupt:
         interrupted = True
     known = catalogue.catalogue()
-    shown = []
-    for failure in engine.failures:
-        if isinstance(engine, RequestOrders | RandomRequests):
-            shown.append(cache_counterexample(engine.make, place.strategy, failure.order, known))
-        else:
-            shown.append(counterexample(engine.fresh, failure.order, known))
+    orders = [failure.order for failure in engine.failures]
+    if isinstance(engine, RequestOrders | RandomRequests):
+        of, swa = place.strategy, engine.swa_pages
+        shown = [cache_counterexample(engine.make, of, order, known) for order in orders]
+    else:
+        swa = engine.pages
+        shown = [counterexample(engine.fresh, order, known) for order in orders]
     return Search(
         place,
         plan,
@@ -126,7 +125,7 @@ def search(
         tuple(engine.failures),
         tuple(shown),
         interrupted,
-        engine.pages,
+        Sizes(engine.pages, swa, place.page_size),
     )
 
 
@@ -136,9 +135,8 @@ def _of_requests(
     """Return a search over requests."""
     caches, cache, size = place.target.caches, str(place.cache), place.page_size
 
-    def make(strategy: str, pages: int) -> RadixCache:
-        swa = pages if isinstance(plan, Exhaustive) else swa_pages(pages)
-        return caches.make(cache, strategy, Sizes(pages, swa, size), 1)
+    def make(strategy: str, full_pages: int, swa_pages: int) -> RadixCache:
+        return caches.make(cache, strategy, Sizes(full_pages, swa_pages, size), 1)
 
     if isinstance(plan, Exhaustive):
         return RequestOrders(make, place.strategy, rules, plan.depth)

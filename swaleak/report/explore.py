@@ -123,12 +123,7 @@ def _every_order(search: Search, covered: Coverage) -> Iterator[str]:
     rules = search.place.rules
     if not search.counterexamples:
         steps = "any length" if covered.exhausted else f"up to {counted(covered.depth, 'step')}"
-        if isinstance(rules, RequestRules):
-            requests = counted(rules.requests, "request")
-            bounds = f"{requests} and prompts of 1 to {rules.pages} pages"
-        else:
-            bounds = f"{counted(rules.nodes, 'node')} of 1 to {rules.pages} pages"
-        yield f"No order of {steps} fails, with up to {bounds}."
+        yield f"No order of {steps} fails, with up to {rules.bounds}."
     yield (
         f"{counted(covered.states, 'state')}, {counted(covered.transitions, 'transition')} in "
         f"{covered.seconds:.1f} s, {_rates(covered)['transitions_per_second']:,.0f}/s"

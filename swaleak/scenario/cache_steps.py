@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 
 from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS
-from swaleak.scenario.request_steps import REQUEST_STEPS
+from swaleak.scenario.request_steps import MAX_PROMPT_PAGES, REQUEST_STEPS
 from swaleak.scenario.steps import Expect, Group, Step
 
-MAX_PROMPT_PAGES = 1000
 LETTER_STEPS = ("alloc", "insert", "match", "lock", "unlock")
 PAGE_STEPS = ("evict_swa", "evict_full")
 
@@ -25,7 +24,6 @@ class CacheStep(Step, frozen=True):
     value: str | int
 
     def nonsense(self) -> str | None:
-        """Return why its value cannot be used, None if it can."""
         value = self.value
         if isinstance(value, int):
             in_range = 1 <= value <= MAX_SLOTS // MAX_PAGE_SIZE

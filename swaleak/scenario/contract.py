@@ -15,7 +15,7 @@ from itertools import count, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from swaleak.errors import ScriptError
+from swaleak.errors import ScriptError, counted
 from swaleak.scenario import request_steps, steps
 from swaleak.scenario.cache_steps import CACHE_STEPS, PAGE_STEPS
 from swaleak.scenario.calls import Call
@@ -136,7 +136,7 @@ def request_refusal(step: RequestStep, requests: Requests, *, in_group: bool) ->
             reason = "it has computed nothing since it was cached; grow it first, or abort it"
         case request_steps.Slide() | request_steps.Retract() if state != "decoding":
             reason = "it does not decode yet"
-        case request_steps.ReleaseWindow() if requests.releases is None:
+        case request_steps.ReleaseWindow() if not requests.releases:
             reason = "this release has no way to do that"
         case request_steps.ReleaseWindow() if decoded < requests.window:
             reason = f"it has decoded {decoded} tokens of a window of {requests.window}"
@@ -164,6 +164,11 @@ class RequestRules:
     contract: ClassVar[str] = PRODUCTION
     latent: ClassVar[bool] = False
 
+    @property
+    def bounds(self) -> str:
+        """The bounds as a part of a sentence."""
+        return f"{counted(self.requests, 'request')} and prompts of 1 to {self.pages} pages"
+
 
 def legal_requests(tree: RadixCache, rules: RequestRules, grouped: int) -> Iterator[Step]:
     """Yield every step that SGLang's scheduler may make now, within the bounds.
@@ -172,7 +177,7 @@ def legal_requests(tree: RadixCache, rules: RequestRules, grouped: int) -> Itera
     caller to find out.
     """
     requests, size = tree.requests, tree.page_size
-    running = requests.running
+    running, parts = requests.running, _parts_of_a_page(rules, size)
     steps_: list[Step] = []
     if not tree.in_group:
         new = next(name for name in map("r{}".format, count(1)) if name not in running)
@@ -180,7 +185,7 @@ def legal_requests(tree: RadixCache, rules: RequestRules, grouped: int) -> Itera
             steps_ += [request_steps.Admit(new, prompt) for prompt in _prompts(rules, size)]
         for name, request in running.items():
             if len(request.origin_input_ids) <= (rules.pages - 1) * size:
-                steps_ += [request_steps.Grow(name, by) for by in _letters(rules, size)]
+                steps_ += [request_steps.Grow(name, by) for by in (*"AB", *parts)]
             steps_.append(request_steps.Grow(name))
         steps_.append(steps.Group("begin"))
     if tree.in_group and grouped:
@@ -197,16 +202,16 @@ def legal_requests(tree: RadixCache, rules: RequestRules, grouped: int) -> Itera
 
 
 @cache
-def _letters(rules: RequestRules, page_size: int) -> tuple[str, ...]:
-    """Return prompts of a page or less."""
+def _parts_of_a_page(rules: RequestRules, page_size: int) -> tuple[str, ...]:
+    """Return prompts of less than a page."""
     parts = sorted({1, page_size - 1} - {0}) if rules.parts and page_size > 1 else []
-    return *"AB", *(f"A/{part}" for part in parts)
+    return tuple(f"A/{part}" for part in parts)
 
 
 @cache
 def _prompts(rules: RequestRules, page_size: int) -> tuple[str, ...]:
     whole = ["".join(word) for n in range(1, rules.pages + 1) for word in product("AB", repeat=n)]
-    parts = _letters(rules, page_size)[2:]
+    parts = _parts_of_a_page(rules, page_size)
     ends = [word + part for word in ("", *whole) for part in parts if len(word) < rules.pages]
     splits = [part + word for part in parts for word in whole if len(word) < rules.pages]
     return *whole, *ends, *splits
@@ -231,6 +236,11 @@ class Rules:
     def latent(self) -> bool:
         """Whether what only the allocator's signature allows is legal too."""
         return self.contract == LATENT
+
+    @property
+    def bounds(self) -> str:
+        """The bounds as a part of a sentence."""
+        return f"{counted(self.nodes, 'node')} of 1 to {self.pages} pages"
 
 
 def legal(shadow: Shadow, rules: Rules, kept: Mapping[str, int] = _NOTHING) -> Iterator[Step]:

@@ -63,6 +63,10 @@ class Step(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         """Return the nodes that it names."""
         return tuple(getattr(self, name) for name in NAMES if hasattr(self, name))
 
+    def nonsense(self) -> str | None:
+        """Return why its values cannot be used whatever came before, None if they can."""
+        return None
+
     def __str__(self) -> str:
         return " ".join((self.key, *self.nodes()))
 

@@ -21,7 +21,6 @@ from swaleak.errors import ScriptError, UsageError, releases_text, unknown
 from swaleak.scenario.cache_steps import CACHE_STEPS, CacheStep
 from swaleak.scenario.calls import MAX_PAGE_SIZE, MAX_SLOTS, Count, PageSize
 from swaleak.scenario.contract import CONTRACTS
-from swaleak.scenario.request_steps import RequestStep
 from swaleak.scenario.steps import STEPS, FreeStep, FromZero, Step
 
 SCHEMA = 1
@@ -371,7 +370,8 @@ def _nonsense(step: Any) -> str | None:
             return "group: " + unknown("value", step.edge, ("begin", "end"))
         case "expect" if step.physical is None and step.mapped is None:
             return "expect needs physical, mapped or both"
-    return step.nonsense() if isinstance(step, CacheStep | RequestStep) else None
+    reason: str | None = step.nonsense()
+    return reason
 
 
 def _not_a_range(text: str) -> str:

@@ -9,7 +9,7 @@ import array
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -249,10 +249,8 @@ class RadixCache:
 
     def _beyond(self, node: Any) -> list[int]:
         """Return the token behind a node's last one, which is a part of its key with EAGLE."""
-        key = node.key
-        length = len(key)
-        pairs = getattr(key, "is_bigram", False)
-        return list(key.token_ids[length : length + 1]) if pairs else []
+        key, length = node.key, len(node.key)
+        return list(key.token_ids[length : length + 1]) if key.is_bigram else []
 
     def look(self) -> Look:
         """Read off the tree, and the requests, who should own what and who reads it.
@@ -264,18 +262,15 @@ class RadixCache:
         readers = list(self._readers())
         owners = {}
         for held in nodes:
-            swa = held.swa
-            if swa is None and not held.tombstone:
-                swa = self._peers(held.value)
             full = self._pages(held.full)
-            peers: list[int | None] = [None] * len(full) if swa is None else [*self._pages(swa)]
-            if held.swa is None:
-                peers = [page or UNMAPPED if page is not None else None for page in peers]
+            peers: list[int | None] = [None] * len(full)
+            if not held.tombstone:
+                kept = held.swa
+                peers = self._peers(held.value) if kept is None else [*self._pages(kept)]
             owners[held.name] = Owned(full, peers, len(held.full))
         for prompt, waiting in self.waiting.items():
             for i, value in enumerate(waiting):
-                peers = [page or UNMAPPED for page in self._pages(self._peers(value))]
-                owned = Owned(self._pages(value.tolist()), peers, len(value))
+                owned = Owned(self._pages(value.tolist()), self._peers(value), len(value))
                 owners[f"{prompt} (allocated {i})"] = owned
         for reader in readers:
             if reader.request is not None:
@@ -284,17 +279,17 @@ class RadixCache:
 
     def _held(self, tokens: list[int], node: Any) -> Held:
         stop, tokens = len(tokens), tokens + self._beyond(node)
-        name = prompt_of(tuple(tokens), self.page_size)
+        name = prompt_of(tokens, self.page_size)
         if hasattr(node, "swa_tombstone"):
-            value, locks = node.value, (node.full_lock_ref, node.swa_lock_ref)
-            full, bare = value.tolist(), node.swa_tombstone
-            return Held(name, tokens, stop, node, value, full, None, *locks, bare)
-        component = self.caches.component
-        data, swa = node.component_data[component.FULL], node.component_data[component.SWA]
-        slots = None if swa.value is None else swa.value.tolist()
-        value, locks = data.value, (data.lock_ref, swa.lock_ref)
-        full, bare = value.tolist(), slots is None
-        return Held(name, tokens, stop, node, value, full, slots, *locks, bare)
+            value, slots, bare = node.value, None, node.swa_tombstone
+            locks = node.full_lock_ref, node.swa_lock_ref
+        else:
+            component = self.caches.component
+            full, swa = node.component_data[component.FULL], node.component_data[component.SWA]
+            value, bare = full.value, swa.value is None
+            slots = None if bare else swa.value.tolist()
+            locks = full.lock_ref, swa.lock_ref
+        return Held(name, tokens, stop, node, value, value.tolist(), slots, *locks, bare)
 
     def _owned_by(self, reader: Reader) -> Owned:
         """Return what a request holds outside the cache."""
@@ -322,9 +317,9 @@ class RadixCache:
             name = f"request {request.rid}"
             yield Reader(name, tokens, slots, prefix, start, node, request)
 
-    def _peers(self, full: torch.Tensor) -> list[int]:
-        """Return the SWA slots that full slots map to, 0 for none."""
-        return cast("list[int]", self.driver.translate(full).tolist())
+    def _peers(self, full: torch.Tensor) -> list[int | None]:
+        """Return the SWA pages that full slots map to, ``UNMAPPED`` for none."""
+        return [page or UNMAPPED for page in self._pages(self.driver.translate(full).tolist())]
 
     def _pages(self, slots: list[int]) -> list[int]:
         size = self.page_size

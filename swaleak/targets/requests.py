@@ -44,13 +44,11 @@ class Request:
     swa_branching_seqlen = mamba_branching_seqlen = mamba_pool_idx = None
     mamba_last_track_seqlen = retraction_backup = kv_rotation_base = None
     swa_host_hit_length = mamba_host_hit_length = host_hit_length = priority = swa_evict_floor = 0
-    skip_radix_cache_insert = is_retracted = holds_mamba = kv_committed_freed = False
-    swa_prefix_lock_released = False
-    cache_inserted_len = cache_protected_len = inflight_middle_chunks = prefix_len = 0
+    skip_radix_cache_insert = holds_mamba = swa_prefix_lock_released = False
+    cache_inserted_len = cache_protected_len = prefix_len = 0
     swa_evicted_seqlen = kv_committed_len = kv_allocated_len = decode_batch_idx = 0
     prefix_indices = last_node = last_host_node = lock = lock_receipt = None
     swa_uuid_for_lock = skip_lock_node_ids = None
-    reasoning_tokens = 0
 
     def __init__(self, name: str, tokens: list[int]) -> None:
         self.rid = name
@@ -154,12 +152,13 @@ class RequestTable:
 
     def __init__(self, columns: int, device: torch.device) -> None:
         self.device = device
-        self.req_to_token = torch.zeros((ROWS, columns), dtype=torch.int32, device=device)
-        self.clear()
-
-    def clear(self) -> None:
-        """Free all rows."""
+        self.columns = columns
         self.free_slots = list(range(ROWS))
+
+    @cached_property
+    def req_to_token(self) -> Tensor:
+        """The rows; made for the first request, many scenarios have none."""
+        return torch.zeros((ROWS, self.columns), dtype=torch.int32, device=self.device)
 
     def write(self, indices: Any, values: Tensor) -> None:
         """Write slots to a part of a row."""
@@ -187,9 +186,9 @@ class Requests:
         self.page_size = driver.page_size
         self.window: int = cache.sliding_window_size
         self.running: dict[str, Request] = {}
-        # who frees a part of a window by itself: an option of a server, off unless it is set
-        self.releases = next(
-            (n for n in ("release_swa_prefix_lock", "dec_swa_lock_only") if hasattr(cache, n)), None
+        # whether it can give up the SWA part of a lock: an option of a server, off unless it is set
+        self.releases = any(
+            hasattr(cache, name) for name in ("release_swa_prefix_lock", "dec_swa_lock_only")
         )
 
     @cached_property
@@ -278,7 +277,7 @@ class Requests:
     def _extend(self, request: Request) -> None:
         """Allocate for all tokens of the prompt, as ``alloc_for_extend``."""
         before, after = request.filled, len(request.origin_input_ids)
-        self.make_room(after - before)
+        self._make_room(after - before)
         if self.page_size == 1:
             slots = self.driver.alloc(after - before)
         else:
@@ -290,7 +289,7 @@ class Requests:
         request.output_ids.append(OUTPUT)
         request.decode_batch_idx += 1
         request.state = DECODING
-        self.make_room(1)
+        self._make_room(1)
         after = request.filled + 1
         if self.page_size == 1:
             slots = self.driver.alloc(1)
@@ -305,7 +304,7 @@ class Requests:
             return torch.zeros(1, dtype=torch.int64, device=self.table.device)
         return self.table.req_to_token[request.req_pool_idx, last - 1 : last].long()
 
-    def make_room(self, tokens: int) -> None:
+    def _make_room(self, tokens: int) -> None:
         """Evict what is missing, as ``evict_from_tree_cache`` of the release does it."""
         paged = self.page_size if self.page_size > 1 else 0  # a new page for each request
         self.common.evict_from_tree_cache(self.cache, tokens + paged)
@@ -353,7 +352,7 @@ class Requests:
         """Whether a request's lock has an SWA part that can be given up by itself."""
         if hasattr(self.cache, "release_swa_prefix_lock"):  # 0.5.22 and later: it sees for itself
             return request.lock is not None
-        if self.names_lock:
+        if "swa_uuid_for_lock" in self.release_parameters:  # 0.5.19 and before
             return request.swa_uuid_for_lock is not None
         receipt: Any = request.lock_receipt
         if hasattr(receipt, "swa_uuid_for_lock"):  # 0.5.20
@@ -362,9 +361,9 @@ class Requests:
         return receipt.component_lock_uuids.get(component) is not None
 
     @cached_property
-    def names_lock(self) -> bool:
-        """Whether the SWA part of a lock is given up by its number, 0.5.19 and before."""
-        return "swa_uuid_for_lock" in inspect.signature(self.cache.dec_swa_lock_only).parameters
+    def release_parameters(self) -> frozenset[str]:
+        """The parameters of ``dec_swa_lock_only``."""
+        return frozenset(inspect.signature(self.cache.dec_swa_lock_only).parameters)
 
     def _release_window(self, request: Request) -> None:
         """As ``maybe_evict_swa`` where a server has set the option for it."""
@@ -372,11 +371,9 @@ class Requests:
         if hasattr(cache, "release_swa_prefix_lock"):  # 0.5.22 and later
             cache.release_swa_prefix_lock(request)
             return
-        if self.names_lock:
-            parameters = inspect.signature(cache.dec_swa_lock_only).parameters
-            more = {"skip_lock_node_ids": request.skip_lock_node_ids}
-            known = {key: value for key, value in more.items() if key in parameters}
-            cache.dec_swa_lock_only(request.last_node, request.swa_uuid_for_lock, **known)
+        names = ("swa_uuid_for_lock", "skip_lock_node_ids")
+        if given := {n: getattr(request, n) for n in names if n in self.release_parameters}:
+            cache.dec_swa_lock_only(request.last_node, **given)
         else:  # 0.5.20 and 0.5.21
             cache.dec_swa_lock_only(request.last_node, request.lock_receipt)
         request.swa_prefix_lock_released = True
