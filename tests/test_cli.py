@@ -34,7 +34,6 @@ BAD_SCENARIOS = {
     ),
     STEPS % '{ free = "a", pages = "1:1" }': "step 2: free a: pages 1:1 refers to no slot",
     STEPS % '{ free = "b" }': "step 2: free: there is no node 'b' at this point",
-    STEPS % '{ free_full = "a" }': "step 2: free_full a: it still has SWA pages",
     STEPS % '{ alloc = "a" }': "step 2: node 'a' is allocated already",
     STEPS % '{ alloc = "b", pages = true }': (
         "step 2: pages: expected a whole number, got true or false"
@@ -45,9 +44,6 @@ BAD_SCENARIOS = {
     STEPS % '{ alloc_tail = "b", pages = 1, tail = 2 }': (
         "step 2: tail = 2 is longer than pages = 1"
     ),
-    STEPS % '{ alloc = "b" }, { recover = "a", from = "b" }': (
-        "step 3: recover a: it is no tombstone, free_swa it first"
-    ),
     STEPS % '{ alloc = "b", pages = 2 }, { free_swa = "a" }, { recover = "a", from = "b" }': (
         "step 4: recover: lengths differ, 1 and 2 slots"
     ),
@@ -57,7 +53,6 @@ BAD_SCENARIOS = {
     ),
     STEPS % '{ recover = "a", from = "a" }': "step 2: recover a from itself makes no sense",
     STEPS % '{ recover = "a" }': "step 2: needs from = NAME",
-    STEPS % '{ load_back = "a" }': "step 2: load_back a: it is no tombstone, free_swa it first",
     STEPS % '{ alloc = "b" }, { overwrite = "a", from = "b" }': (
         "step 3: overwrite a: it was not passed to any free yet"
     ),

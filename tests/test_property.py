@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swaleak.checker.run import Execution, Run, run_script
 from swaleak.errors import ScriptError
 from swaleak.scenario import steps
+from swaleak.scenario.contract import is_mistake
 from swaleak.scenario.steps import Step
 from swaleak.targets.driver import Sizes
 from swaleak.targets.open import Builtin, Target
@@ -47,13 +48,15 @@ STEPS = st.one_of(
 
 
 def legal(drawn: list[Step], page_size: int) -> list[Step]:
-    """Start with three nodes, drop the steps that make no sense, close the group at the end."""
+    """Start with three nodes, drop nonsense and mistakes, close the group at the end."""
     execution = Execution(BUILTIN.make("eager", SIZES[page_size]))
     script: list[Step] = []
     for op in [*(steps.Alloc(name) for name in "abc"), *drawn, steps.Group("end")]:
         if isinstance(op, steps.Group) and (op.edge == "begin") == execution.shadow.in_group:
             continue
         if getattr(op, "source", None) == getattr(op, "node", ""):
+            continue
+        if is_mistake(op, execution.shadow):
             continue
         try:
             execution.step(op)

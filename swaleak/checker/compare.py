@@ -24,7 +24,7 @@ class Violation:
     """One difference between an allocator and its shadow.
 
     ``pages``: page numbers of ``pool``; with ``owner``, that node's own 0th, 1st, … page.
-    ``fault``: whose it is, ``allocator`` or ``cache``.
+    ``fault``: whose it is, ``allocator``, ``cache`` or ``caller``.
     """
 
     kind: str
@@ -86,7 +86,7 @@ def compare(state: State, shadow: Shadow) -> Comparison:
         physical = state.swa_pages - state.swa_free.numel()
         mapped = physical - len(shadow.unmapped)
         return Comparison(physical, mapped, state.full_pages - state.full_free.numel())
-    return compare_pages(read(state), shadow)
+    return compare_pages(read(state, shadow.orphaned), shadow)
 
 
 def agree(state: State, shadow: Shadow) -> bool:
@@ -100,9 +100,15 @@ def agree(state: State, shadow: Shadow) -> bool:
     )
 
 
-def read(state: State) -> Reading:
-    """Bring a state to the host, and look at every page."""
+def read(state: State, orphaned: Collection[int] = ()) -> Reading:
+    """Bring a state to the host, and look at every page.
+
+    ``orphaned``: full pages of which it does not matter what the mapping says.
+    """
     mapping = _on_host(state.mapping)[:-1]
+    if orphaned:
+        mapping = mapping.clone()
+        mapping.view(-1, state.page_size)[list(orphaned)] = 0
     full_times, full_reserved = _times(state.full_free, state.full_pages)
     swa_times, swa_reserved = _times(state.swa_free, state.swa_pages)
     pages = mapping[mapping > 0] // state.page_size
@@ -126,10 +132,12 @@ def compare_pages(reading: Reading, shadow: Shadow) -> Comparison:
 
 def _violations(reading: Reading, shadow: Shadow) -> list[Violation]:
     """Return every difference, by kind."""
-    found: dict[tuple[str, str | None, str | None], list[int]] = {}
+    found: dict[tuple[str, str | None, str | None, str], list[int]] = {}
 
-    def add(kind: str, page: int, pool: str | None, owner: str | None = None) -> None:
-        found.setdefault((kind, pool, owner), []).append(page)
+    def add(kind: str, page: int, pool: str | None, owner: str | None = None, at: int = 0) -> None:
+        caused = (pool or "full", page) in shadow.mistaken
+        key = kind, pool, owner, "caller" if caused else "allocator"
+        found.setdefault(key, []).append(at if owner else page)
 
     _compare_mapping(reading, shadow, add)
     reached = reading.reached.clone()
@@ -150,8 +158,10 @@ def _violations(reading: Reading, shadow: Shadow) -> list[Violation]:
     for page in _shared(reading):
         add("shared", page, "swa")
     return [
-        Violation(kind, tuple(pages), pool, owner)
-        for (kind, pool, owner), pages in sorted(found.items(), key=lambda f: KINDS.index(f[0][0]))
+        Violation(kind, tuple(pages), pool, owner, fault)
+        for (kind, pool, owner, fault), pages in sorted(
+            found.items(), key=lambda item: KINDS.index(item[0][0])
+        )
     ]
 
 
@@ -180,7 +190,7 @@ def _compare_mapping(reading: Reading, shadow: Shadow, add: Callable[..., None])
             kinds = ["misaligned"]
         owner, at = owners.get(page, (None, page))
         for kind in kinds:
-            add(kind, at, None if owner else "full", owner)
+            add(kind, page, None if owner else "full", owner, at)
 
 
 def _regular(row: list[int]) -> bool:

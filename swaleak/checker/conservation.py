@@ -22,7 +22,7 @@ from swaleak.scenario.toml import FAULTS
 from swaleak.targets.driver import State
 from swaleak.targets.radix_cache import UNMAPPED, Held, Look, RadixCache, Reader
 
-ALLOCATOR, CACHE = FAULTS
+ALLOCATOR, CACHE = FAULTS[:2]
 EAGER = "eager"
 
 

@@ -19,10 +19,13 @@ from swaleak.checker.snapshot import Marks, marks, unchanged
 from swaleak.errors import RAISED, ScriptError, format_error
 from swaleak.scenario import steps
 from swaleak.scenario.calls import Call, PoolExhausted, WrongAllocation
-from swaleak.scenario.contract import ALLOCATES, check_room, check_size, refusal
+from swaleak.scenario.contract import ALLOCATES, check_room, check_size, is_mistake, refusal
 from swaleak.scenario.steps import Step
+from swaleak.scenario.toml import FAULTS
 from swaleak.targets.driver import Driver
 
+CALLER = FAULTS[2]
+MISTAKES_KEPT = 100  # of one run
 # what a mistake in the code raises, and no check that was written on purpose
 MISTAKES = (
     ArithmeticError,
@@ -56,7 +59,7 @@ class Run:
     is wrong at the end, or at which the allocator raised. ``healed``: what was wrong in between,
     each with the step after which it was first seen. ``raised``: what the allocator said.
     ``unmet``: expectations of the script that were not met. ``exhausted``: a pool ran dry although
-    there should have been room.
+    there should have been room. ``mistakes``: of the caller, each with its step.
     """
 
     verdict: str
@@ -69,18 +72,29 @@ class Run:
     repeats: int = 1
     substituted: tuple[tuple[str, str], ...] = ()
     steps: tuple[StepResult, ...] = ()
+    mistakes: tuple[tuple[int, Violation], ...] = ()
 
     @property
     def signature(self) -> tuple[str, frozenset[tuple[str, str | None]]]:
         """How it fails: two runs with the same signature fail in the same way."""
-        violations = self.comparison.violations
+        violations = (*self.comparison.violations, *(mistake for _, mistake in self.mistakes))
         return self.verdict, frozenset((one.kind, one.pool) for one in violations)
 
     @property
+    def seen(self) -> tuple[Violation, ...]:
+        """What was wrong with the allocator, or a cache, at any time."""
+        return (*self.comparison.violations, *(violation for _, violation in self.healed))
+
+    @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of violations that were seen at any time."""
-        seen = (*self.comparison.violations, *(violation for _, violation in self.healed))
-        return frozenset(violation.kind for violation in seen)
+        """The kinds of violations and mistakes that were seen at any time."""
+        mistakes = (mistake for _, mistake in self.mistakes)
+        return frozenset(violation.kind for violation in (*self.seen, *mistakes))
+
+    @property
+    def by_caller(self) -> bool:
+        """Whether the caller has made mistakes, and all that went wrong comes of them."""
+        return bool(self.mistakes) and all(one.fault == CALLER for one in self.seen)
 
 
 class Execution:
@@ -103,8 +117,8 @@ class Execution:
         self.make(step)
 
     def is_legal(self, step: Step) -> bool:
-        """Whether a step makes sense now."""
-        return refusal(step, self.shadow) is None
+        """Whether a step makes sense now, and is no mistake of the caller."""
+        return refusal(step, self.shadow) is None and not is_mistake(step, self.shadow)
 
     def make(self, step: Step) -> None:
         """Make the calls of a step that is known to be legal."""
@@ -138,6 +152,16 @@ class Findings:
         self.first: dict[Violation, int] = {}  # what was ever wrong
         self.raised: tuple[int, str, bool] | None = None
         self.exhausted: int | None = None
+        self.mistakes: list[tuple[int, Violation]] = []
+
+    def called(self, number: int, shadow: Shadow) -> None:
+        """Enter what a caller did wrong in step or line ``number``."""
+        if shadow.mistakes:
+            self.mistakes += [
+                (number, Violation(kind, pages, pool, fault=CALLER))
+                for kind, pool, pages in shadow.mistakes[: MISTAKES_KEPT - len(self.mistakes)]
+            ]
+            shadow.mistakes.clear()
 
     def compared(self, number: int, comparison: Comparison, *, in_group: bool = False) -> None:
         """Enter a comparison after step or line ``number``."""
@@ -155,12 +179,15 @@ class Findings:
 
     @property
     def verdict(self) -> str:
-        """The worst that was seen; what was raised counts where nothing was wrong before."""
-        if self.raised and not any(at < self.raised[0] for at in self.first.values()):
+        """The worst that was seen; what was raised counts where nothing was wrong before.
+
+        Of what comes of a caller's mistake, only a leak counts.
+        """
+        wrong = [one for one in self.first if one.kind == "leak" or one.fault != CALLER]
+        if self.raised and not any(self.first[one] < self.raised[0] for one in wrong):
             return "refused" if self.raised[2] else "error"
-        kinds = {violation.kind for violation in self.first}
-        if kinds:
-            return "leak" if "leak" in kinds else "corrupt"
+        if wrong:
+            return "leak" if any(one.kind == "leak" for one in wrong) else "corrupt"
         return "error" if self.exhausted else "clean"
 
     @property
@@ -173,23 +200,21 @@ class Findings:
     def healed(self) -> tuple[tuple[int, Violation], ...]:
         """What was wrong once and is not any more."""
         gone = [(at, one) for one, at in self.first.items() if one not in self.since]
-        joined: dict[tuple[int, str, str | None, str | None], list[int]] = {}
+        joined: dict[tuple[int, Violation], list[int]] = {}
         for at, one in sorted(gone, key=lambda pair: (pair[0], pair[1].pages)):
-            joined.setdefault((at, one.kind, one.pool, one.owner), []).extend(one.pages)
-        return tuple(
-            (at, Violation(kind, tuple(pages), pool, owner))
-            for (at, kind, pool, owner), pages in joined.items()
-        )
+            joined.setdefault((at, replace(one, pages=())), []).extend(one.pages)
+        return tuple((at, replace(one, pages=tuple(pages))) for (at, one), pages in joined.items())
 
     def run(self, **rest: Any) -> Run:
         """Return the outcome; ``rest``: the other fields of ``Run``."""
-        return Run(self.verdict, self.comparison, self.failed_at, self.healed, **rest)
+        rest |= {"healed": self.healed, "mistakes": tuple(self.mistakes)}
+        return Run(self.verdict, self.comparison, self.failed_at, **rest)
 
 
 def _single(violation: Violation) -> Iterable[Violation]:
     """Yield a violation page by page: pages come and go one by one."""
     for page in violation.pages:
-        yield Violation(violation.kind, (page,), violation.pool, violation.owner)
+        yield replace(violation, pages=(page,))
 
 
 def run_script(
@@ -254,10 +279,12 @@ class _ScriptRunner:
                     ) from None
                 return False
             except RAISED as error:  # of SGLang's code: a result, not a crash
+                findings.called(number, execution.shadow)
                 self._compare(number, step)
                 refused = is_refusal(step, error, before, marks(execution.driver))
                 findings.raised = (number, format_error(error), refused)
                 return False
+            findings.called(number, execution.shadow)
             if self.comparing or isinstance(step, steps.Expect):
                 self._compare(number, step)
         return True
@@ -265,7 +292,7 @@ class _ScriptRunner:
     def _compare(self, number: int, step: Step) -> None:
         shadow, state = self.execution.shadow, self.execution.driver.state()
         if self.keep_steps:
-            reading = read(state)
+            reading = read(state, shadow.orphaned)
             comparison = compare_pages(reading, shadow)
             pages = page_map(reading, shadow, self.steps[-1].pages if self.steps else ())
             self.steps.append(StepResult(step, comparison, shadow.in_group, pages))

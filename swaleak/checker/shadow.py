@@ -33,6 +33,14 @@ class Node(NamedTuple):
     slots: int
 
 
+class Mistake(NamedTuple):
+    """A call that should not have been made, and the pages of ``pool`` that it is wrong about."""
+
+    kind: str
+    pool: str
+    pages: tuple[int, ...]
+
+
 class Shadow:
     """The shadow of one allocator. Pages are numbered as in its pools, page 0 is padding.
 
@@ -41,7 +49,10 @@ class Shadow:
     ``mapped``: by SWA page, how many full pages map to it. ``owned``: by full page, whether it is
     allocated. ``unmapped``: SWA pages that were handed out and that nothing mapped to yet.
     ``nodes``: owners with names. ``freed``: those that were freed in the open group, or whose SWA
-    side was taken over afterwards. ``buffers``: index tensors that callers passed to frees.
+    side was taken over afterwards; ``gone``: all that were ever freed. ``buffers``: index tensors
+    that callers passed to frees. ``mistakes``: of the callers, in order. ``mistaken``: the pages,
+    by pool, that one was about. ``orphaned``: full pages that were freed by mistake, their SWA
+    peers in use; what the mapping says of them is nobody's.
     """
 
     def __init__(self, full_pages: int, swa_pages: int, page_size: int) -> None:
@@ -58,7 +69,11 @@ class Shadow:
         self.released: set[int] = set()  # full pages that were freed in the open group
         self.nodes: dict[str, Node] = {}
         self.freed: dict[str, Node] = {}
+        self.gone: dict[str, Node] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.mistakes: list[Mistake] = []
+        self.mistaken: set[tuple[str, int]] = set()
+        self.orphaned: set[int] = set()
         uses: tuple[Numbers, ...] = (self.owned.cells, self.peer.cells)
         self.full = SlotTable(full_pages, page_size, uses, lambda: self.released)
         uses = (self.mapped.cells,)
@@ -79,7 +94,7 @@ class Shadow:
         self._own(span.pages)
         self.released.difference_update(span.pages)
         if swa is None:
-            self.clear_mapping(span)
+            self._clear(span)
             return
         peers = self.swa.add(swa_first, swa.to("cpu", torch.int64))
         if not (peers.whole and all(peers.pages)) and not peers.slots[len(full) - tail :].all():
@@ -87,7 +102,7 @@ class Shadow:
                 torch.arange(len(full), device="cpu") >= len(full) - tail
             )
             peers = span_of(torch.where(missing, MISSING, peers.slots), self.page_size)
-        self.point(span, peers)
+        self._point(span, peers)
 
     def allocate_swa(self, first: int, swa: Tensor) -> None:
         """SWA slots, int64[n], were handed out that nothing maps to yet."""
@@ -95,6 +110,11 @@ class Shadow:
 
     def point(self, full: Span, swa: Span) -> None:
         """Full slots map to SWA slots, one each, from now on."""
+        before = self._mapped_by(full)
+        self._point(full, swa)
+        self._overwritten(before)
+
+    def _point(self, full: Span, swa: Span) -> None:
         if full.whole and swa.whole:
             self._set_pages(zip(full.pages, swa.pages, strict=True))
         else:
@@ -104,15 +124,22 @@ class Shadow:
 
     def point_at_peers(self, full: Span, source: Span) -> None:
         """Full slots map to what ``source`` maps to, from now on."""
+        before = self._mapped_by(full)
         peers = [self.peer.cells[page] for page in source.pages]
         if full.whole and source.whole and TORN not in peers:
             self._set_pages(zip(full.pages, peers, strict=True))
-            return
-        slots = self.mapping.tensor[source.slots].clamp(min=0)
-        self.point(full, span_of(slots, self.page_size))
+        else:
+            slots = self.mapping.tensor[source.slots].clamp(min=0)
+            self._point(full, span_of(slots, self.page_size))
+        self._overwritten(before)
 
     def clear_mapping(self, full: Span) -> None:
         """These full slots, and no others of their pages, map to nothing any more."""
+        before = self._mapped_by(full)
+        self._clear(full)
+        self._overwritten(before)
+
+    def _clear(self, full: Span) -> None:
         if full.whole:
             self._set_pages(zip(full.pages, repeat(0)))
         else:
@@ -124,7 +151,11 @@ class Shadow:
         if swa_side:
             self._set_pages(zip(full.pages, repeat(0)))
         if full_side:
-            owned = self.owned.cells
+            owned, peers = self.owned.cells, self.peer.cells
+            if not swa_side and any(map(peers.__getitem__, full.pages)):
+                orphaned = [page for page in full.pages if peers[page]]
+                self.orphaned.update(orphaned)  # nobody can reach their peers any more
+                self._set_pages(zip(orphaned, repeat(0)))
             for page in full.pages:
                 self.full_used -= owned[page]
                 owned[page] = 0
@@ -133,6 +164,9 @@ class Shadow:
 
     def free_swa_pool(self, swa: Span) -> None:
         """SWA slots went back into their pool, past the hybrid allocator."""
+        mapped = self.mapped.cells
+        if any(map(mapped.__getitem__, swa.pages)):
+            self._mistake("not-owned", "swa", (page for page in swa.pages if mapped[page]))
         self.unmapped.difference_update(swa.pages)
 
     def overwrite(self, buffer: str, source: Span) -> None:
@@ -151,6 +185,57 @@ class Shadow:
         if not opens:
             self.released.clear()
             self.freed = self.orphans()
+
+    # what should not have been called
+
+    def to_free(self, ranges: Slots) -> Span:
+        """Return full slots that somebody is going to free, whoever holds them now.
+
+        Raises ``ScriptError`` for a number that refers to no slot.
+        """
+        try:
+            return self.full.find(ranges)
+        except ScriptError:
+            full = self.full.find(ranges, held=False)
+            if others := self.full.taken_since(ranges):
+                self._mistake("not-owned", "full", others)
+            return full
+
+    def about_to_free(self, full: Span, *, full_side: bool, swa_side: bool) -> None:
+        """Somebody is going to call ``free``: should they?"""
+        owned, peers = self.owned.cells, self.peer.cells
+        if not all(map(owned.__getitem__, full.pages)):
+            unowned = [page for page in dict.fromkeys(full.pages) if not owned[page]]
+            self._freed_again(page for page in unowned if full_side or not peers[page])
+        if full_side and not swa_side and any(map(peers.__getitem__, full.pages)):
+            pages = [page for page in full.pages if peers[page]]
+            self._mistake("orphaned", "swa", (peers[page] for page in pages if peers[page] > 0))
+            self.mistaken.update(("full", page) for page in pages)
+
+    def _mistake(self, kind: str, pool: str, pages: Iterable[int]) -> None:
+        mistake = Mistake(kind, pool, tuple(dict.fromkeys(pages)))
+        self.mistakes.append(mistake)
+        self.mistaken.update((pool, page) for page in mistake.pages)
+
+    def _freed_again(self, unowned: Iterable[int]) -> None:
+        """Full pages are freed that nobody has: they have been freed, or were never handed out."""
+        taken = self.full.taken.cells
+        kinds: dict[str, list[int]] = {}
+        for page in unowned:
+            kinds.setdefault("freed-twice" if taken[page] else "not-owned", []).append(page)
+        for kind, pages in kinds.items():
+            self._mistake(kind, "full", pages)
+
+    def _mapped_by(self, full: Span) -> list[int]:
+        """Return the SWA pages that full slots map to, before the mapping is written."""
+        cells = self.peer.cells
+        return [peer for page in full.pages if (peer := cells[page]) > 0]
+
+    def _overwritten(self, before: Iterable[int]) -> None:
+        """The mapping was written: of what was mapped before, nothing maps to some any more."""
+        mapped = self.mapped.cells
+        if lost := [page for page in before if not mapped[page]]:
+            self._mistake("overwritten", "swa", lost)
 
     # names
 
@@ -186,7 +271,7 @@ class Shadow:
 
     def drop(self, node: str) -> None:
         """Its owner has freed it."""
-        gone = self.nodes.pop(node)
+        self.gone[node] = gone = self.nodes.pop(node)
         if self.in_group:
             self.freed[node] = gone
 
@@ -225,6 +310,7 @@ class Shadow:
         for page in pages:
             self.full_used += not owned[page]
             owned[page] = 1
+        self.orphaned.difference_update(pages)
 
     def _set_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Full pages map to SWA pages, each whole, or to none."""

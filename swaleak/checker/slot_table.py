@@ -127,12 +127,13 @@ class SlotTable:
                 return True
         return page in self.more()
 
-    def find(self, ranges: Slots) -> Span:
+    def find(self, ranges: Slots, *, held: bool = True) -> Span:
         """Return slots by their numbers, in a tensor that nobody else has.
 
-        Raises ``ScriptError`` for a number that refers to no slot.
+        ``held``: those whom they were handed out to have to hold them still. Raises
+        ``ScriptError`` for a number that refers to no slot.
         """
-        cuts = self._cuts(ranges)
+        cuts = self._cuts(ranges, held)
         if len(cuts) == 1:
             return self._copy(*cuts[0])
         count, few = 0, True
@@ -164,22 +165,31 @@ class SlotTable:
 
     def pages_of(self, ranges: Slots) -> tuple[int, ...]:
         """Return the pages of slots, each once, in order."""
-        cuts = self._cuts(ranges)
+        cuts = self._cuts(ranges, held=True)
         return tuple(dict.fromkeys(page for cut in cuts for page in self._pages(*cut)))
 
-    def _cuts(self, ranges: Slots) -> list[Cut]:
+    def taken_since(self, ranges: Slots) -> list[int]:
+        """Return the pages of slots that have been handed out again since."""
+        taken, pages = self.taken.cells, []
+        for first, count in ranges:
+            there = dict.fromkeys(self.find(((first, count),), held=False).pages)
+            pages += [page for page in there if taken[page] >= first + count and self.in_use(page)]
+        return pages
+
+    def _cuts(self, ranges: Slots, held: bool) -> list[Cut]:
         """Return where slots are, allocation by allocation."""
         cuts: list[Cut] = []
         for first, count in ranges:
             span = self.spans.get(first)
             if span is not None and count <= span.slots.numel():  # most are such a head, or whole
-                self._check(first, self._pages(span, 0, count))
+                if held:
+                    self._check(first, self._pages(span, 0, count))
                 cuts.append((span, 0, count))
             else:
-                cuts += self._cut(first, count)
+                cuts += self._cut(first, count, held)
         return cuts
 
-    def _cut(self, first: int, count: int) -> Iterable[Cut]:
+    def _cut(self, first: int, count: int, held: bool) -> Iterable[Cut]:
         if first == 0:
             if count > (self.pages + 1) * self.page_size:  # before anything of that size is made
                 raise ScriptError("more slots than the pool has")
@@ -195,7 +205,8 @@ class SlotTable:
             if span is None or first - start >= total:
                 raise ScriptError(f"nobody holds the slot with number {first}")
             low, high = first - start, min(stop - start, total)
-            self._check(start, self._pages(span, low, high))
+            if held:
+                self._check(start, self._pages(span, low, high))
             yield span, low, high
             first = start + high
 

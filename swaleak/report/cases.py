@@ -21,11 +21,12 @@ from swaleak.report.model import (
     TestResult,
     cells,
     grouped,
+    mistakes_json,
+    mistakes_text,
     outcome_text,
     run_json,
     step_json,
     strategy_text,
-    violations_json,
     violations_text,
 )
 
@@ -181,7 +182,7 @@ def case_json(case: Case) -> dict[str, Any]:
         "raised": run.raised,
         "open_group": case.open_group,
         "unmet": list(run.unmet),
-        "healed": [{"step": at} | violations_json([v])[0] for at, v in case.run.healed],
+        "healed": mistakes_json(case.run.healed),
         "substituted": dict(run.substituted),
         "steps": steps,
     }
@@ -255,6 +256,8 @@ def _test_result(case: Case, passed: bool | None) -> TestResult:
 def _repro_row(about: About, case: Case) -> tuple[Cell, ...]:
     on_patched = case.target in about.patched and case.origin == "grafted"
     declared = case.declared.verdict
+    if case.as_declared and case.verdict != declared:
+        declared = "caller's fault"
     return cells(
         _strategy(case),
         "on patched" if on_patched else case.origin,
@@ -287,7 +290,7 @@ def _matrix(
 def _facts(case: Case) -> list[str]:
     """Return what went wrong in one run, what is still wrong at its end first."""
     run = case.run
-    facts = [*run.unmet]
+    facts = [*run.unmet, *mistakes_text(run.mistakes)]
     if run.raised:
         facts.append(f"step {run.failed_at} {case.verdict}: {run.raised}")
     of_cache = bool(case.scenario.caches)

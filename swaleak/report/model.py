@@ -42,6 +42,10 @@ WORDINGS = {
     ("stolen", True): "stolen: {owner} still reads its {pages}",
     ("miscounted", True): "miscounted: the locks of {owner} are not those of who holds it",
     ("miscounted", False): "miscounted: {pool} is not the sum over the nodes",
+    ("freed-twice", False): "freed-twice: {pages}",
+    ("not-owned", False): "not-owned: {pages} freed by somebody who does not have {it}",
+    ("overwritten", False): "overwritten: nothing maps to {pages} any more",
+    ("orphaned", False): "orphaned: {pages} kept in use, the full side freed",
 }
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
 
@@ -228,7 +232,7 @@ def violation_text(violation: Violation) -> str:
 
 
 def violations_json(violations: Iterable[Violation]) -> list[dict[str, Any]]:
-    """Return violations as JSON: kind, pool or owner or both, pages, whose fault it is."""
+    """Return violations as JSON: kind, pool or owner or both, pages, whose fault they are."""
     return [
         {"kind": v.kind}
         | ({} if v.owner is None else {"owner": v.owner})
@@ -239,8 +243,20 @@ def violations_json(violations: Iterable[Violation]) -> list[dict[str, Any]]:
 
 
 def run_json(run: Run) -> dict[str, Any]:
-    """Return what a run came out as, at its end."""
-    return {"verdict": run.verdict, **_counts_json(run)}
+    """Return what a run came out as, at its end, and its caller's mistakes."""
+    result = {"verdict": run.verdict, **_counts_json(run)}
+    result["violations"] += mistakes_json(run.mistakes)
+    return result
+
+
+def mistakes_json(mistakes: Iterable[tuple[int, Violation]], place: str = "step") -> list[Any]:
+    """Return a caller's mistakes as violations, each with the step or line that made it."""
+    return [{place: at} | violations_json([mistake])[0] for at, mistake in mistakes]
+
+
+def mistakes_text(mistakes: Iterable[tuple[int, Violation]], place: str = "step") -> list[str]:
+    """Return a sentence for each step or line in which a caller made mistakes."""
+    return [f"{place} {at}: {violations_text(made)}" for at, made in grouped(mistakes).items()]
 
 
 def step_json(number: int, step: StepResult) -> dict[str, Any]:

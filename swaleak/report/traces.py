@@ -16,6 +16,8 @@ from swaleak.report.model import (
     Report,
     Section,
     cells,
+    mistakes_json,
+    mistakes_text,
     run_json,
     violations_json,
     violations_text,
@@ -53,6 +55,7 @@ def replay_report(about: About, path: Path, runs: Sequence[Replayed]) -> Report:
     lines.append("as recorded: groups after which both counts were those of the recorded run.")
     grid = Grid(columns, rows, frozenset({*counts, "as recorded"}))
     ok = all(one["verdict"] == "clean" and one["groups"] for one in results)
+    ok = ok and not any(run.trace.mistakes for run in runs)
     return about.report("replay", ok, [Section(path.name, grid, tuple(lines))], results)
 
 
@@ -89,7 +92,7 @@ def shrink_report(about: About, path: Path, written: Path, small: Reduced) -> Re
 
 
 def _facts(seen: TraceRun) -> list[str]:
-    facts = []
+    facts = mistakes_text(seen.mistakes, "line")
     if bad := seen.first_bad:
         facts.append(f"from group {bad.group} (line {bad.line}): {violations_text(bad.violations)}")
     if seen.raised:
@@ -113,7 +116,10 @@ def _json(run: Replayed) -> dict[str, Any]:
         "mapped": seen.last.mapped if seen.last else None,
         "verdict": seen.verdict,
         "groups_as_recorded": seen.groups - seen.differ,
-        "violations": violations_json(seen.first_bad.violations) if seen.first_bad else [],
+        "violations": [
+            *(violations_json(seen.first_bad.violations) if seen.first_bad else []),
+            *mistakes_json(seen.mistakes, "line"),
+        ],
     }
     if seen.first_bad:
         entry["first_bad"] = {"group": seen.first_bad.group, "line": seen.first_bad.line}

@@ -264,13 +264,16 @@ class FreeCall(Call, frozen=True):
     swa_side: ClassVar[bool] = True
 
     def make(self, driver: Any, shadow: Any) -> None:
-        """Free."""
-        full = shadow.full.find(self.full)
+        """Free, whoever holds the slots now."""
+        swa_side = self.swa_side or not driver.frees_full_alone
+        sides = {"full_side": self.full_side, "swa_side": swa_side}
+        full = shadow.to_free(self.full)
+        shadow.about_to_free(full, **sides)
         passed = driver.index(full.slots)
         if self.buffer is not None:
             shadow.buffers[self.buffer] = passed
         getattr(driver, self.op)(passed)
-        shadow.free(full, full_side=self.full_side, swa_side=self.swa_side)
+        shadow.free(full, **sides)
 
 
 class Free(FreeCall, frozen=True, tag="free"):
@@ -331,10 +334,11 @@ class FreeFullPool(Call, frozen=True, tag="free_full_pool"):
 
     def make(self, driver: Any, shadow: Any) -> None:
         """Clear what is still mapped, if the recorded run had, and free."""
-        full = shadow.full.find(self.full)
+        full = shadow.to_free(self.full)
         if self.cleared and shadow.maps(full):
             driver.clear_mapping(full.slots)
             shadow.clear_mapping(full)
+        shadow.about_to_free(full, full_side=True, swa_side=False)
         driver.free_full_pool(full.slots)
         shadow.free(full, full_side=True, swa_side=False)
 

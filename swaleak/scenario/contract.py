@@ -2,8 +2,9 @@
 
 A step is *possible* if it makes sense at all: ``refusal`` gives the reason why not. Of the
 possible ones, ``production`` allows what SGLang's caches and scheduler do; ``latent`` adds what
-only the allocator's signature allows. The rules look at the shadow alone, never at an allocator,
-so that every target is asked the same questions.
+only the allocator's signature allows. What is left are mistakes of the caller: a script may make
+them, and is told so (``Shadow.mistakes``); no search does. The rules look at the shadow alone,
+never at an allocator, so that every target is asked the same questions.
 """
 
 from __future__ import annotations
@@ -32,9 +33,19 @@ CONTRACTS = (PRODUCTION, LATENT)
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
+class Mistake(str):
+    """Why a step makes no sense now, though its calls can be made: it is a caller's mistake."""
+
+
 def refusal(step: Step, shadow: Shadow) -> str | None:
-    """Return why a step makes no sense now, None if it does."""
-    return _judge(step, shadow)[0]
+    """Return why a step makes no sense now, None if it does, or is a mistake of the caller."""
+    reason = _judge(step, shadow)[0]
+    return None if isinstance(reason, Mistake) else reason
+
+
+def is_mistake(step: Step, shadow: Shadow) -> bool:
+    """Whether a step is a mistake of the caller, which a script may make and a search does not."""
+    return isinstance(_judge(step, shadow)[0], Mistake)
 
 
 def in_production(step: Step, shadow: Shadow) -> bool:
@@ -50,6 +61,8 @@ def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
             if node not in nodes:
                 orphan = node in freed and any(shadow.peers(freed[node]))
                 if step.call.full_side or not orphan:
+                    if node in shadow.gone:
+                        return Mistake(f"{step.key} {node}: it was freed before"), False
                     return _absent(step, node)
             peers = _peers(step, shadow)
             if not peers:
@@ -57,7 +70,7 @@ def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
             if not isinstance(step, steps.FreeFull):
                 return None, all(peers)  # the caches know a tombstone, and call free_full for it
             if any(peers):
-                return f"free_full {node}: it still has SWA pages", False
+                return Mistake(f"free_full {node}: it still has SWA pages"), False
         case steps.Group(edge):
             return None, shadow.in_group == (edge == "end")
         case steps.Recover(node, source) | steps.Adopt(node, source):
@@ -65,8 +78,6 @@ def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
             tombstone = nodes.get(node) or (freed.get(node) if adopts else None)
             if tombstone is None or (node not in nodes and any(shadow.peers(tombstone))):
                 return _absent(step, node)
-            if any(shadow.peers(tombstone)):
-                return f"{step.key} {node}: it is no tombstone, free_swa it first", False
             if source not in nodes:
                 return _absent(step, source)
             giver = nodes[source]
@@ -75,6 +86,8 @@ def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
             if tombstone.slots != giver.slots:
                 counts = f"{tombstone.slots} and {giver.slots} slots"
                 return f"{step.key}: lengths differ, {counts}", False
+            if any(shadow.peers(tombstone)):
+                return _no_tombstone(step, node), False
             return None, not adopts
         case steps.Replace(node, source):
             for name in (node, source):
@@ -87,7 +100,7 @@ def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
             if node not in nodes:
                 return _absent(step, node)
             if any(shadow.peers(nodes[node])):
-                return f"{step.key} {node}: it is no tombstone, free_swa it first", False
+                return _no_tombstone(step, node), False
             return None, not shadow.in_group
         case steps.Overwrite(_, source):
             return (None, False) if source in nodes else _absent(step, source)
@@ -377,6 +390,10 @@ def _no_orphan(shadow: Shadow) -> tuple[str | None, bool]:
         f"the SWA pages of {orphan!r} belong to full slots that are free; "
         f"free_swa it before anything is allocated"
     ), False
+
+
+def _no_tombstone(step: Step, node: str) -> Mistake:
+    return Mistake(f"{step.key} {node}: it is no tombstone, free_swa it first")
 
 
 def _absent(step: Step, node: str) -> tuple[str, bool]:

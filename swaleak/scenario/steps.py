@@ -189,8 +189,9 @@ class FreeStep(Step, frozen=True):
         yield self.call(numbers, self.node)
 
     def owner(self, shadow: Shadow) -> Node:
-        """Return the node; for the SWA side, also one whose full side was freed before."""
-        return shadow.nodes.get(self.node) or shadow.freed[self.node]
+        """Return the node, also if it was freed before."""
+        node = self.node
+        return shadow.nodes.get(node) or shadow.freed.get(node) or shadow.gone[node]
 
     def touched(self, shadow: Shadow, node: Node) -> range:
         """Return which of the node's pages are freed."""
@@ -201,9 +202,9 @@ class FreeStep(Step, frozen=True):
         return range(first // size, -(-stop // size) if first < stop else 0)
 
     def rename(self, shadow: Shadow) -> None:
-        if not self.call.full_side:
+        if self.node not in shadow.nodes or not self.call.full_side:
             if self.node not in shadow.nodes and not any(shadow.peers(self.owner(shadow))):
-                del shadow.freed[self.node]
+                shadow.freed.pop(self.node, None)
             return
         node, size = shadow.nodes[self.node], shadow.page_size
         gone = self.touched(shadow, node)
@@ -269,7 +270,7 @@ class Recover(Step, frozen=True):
         yield calls.FreeFullPool(shadow.nodes[self.source].numbers, cleared=False)
 
     def rename(self, shadow: Shadow) -> None:
-        del shadow.nodes[self.source]
+        shadow.gone[self.source] = shadow.nodes.pop(self.source)
 
     def __str__(self) -> str:
         return f"{self.key} {self.node} from {self.source}"

@@ -52,6 +52,7 @@ class Driver:
     To a free of the hybrid allocator they are passed as they are, see ``index``.
 
     ``substituted`` collects the calls that were made in place of ones that a release lacks.
+    ``frees_full_alone``: whether it can free full slots and keep their SWA peers.
     """
 
     def __init__(self, allocator: Any) -> None:
@@ -62,6 +63,7 @@ class Driver:
         self.device = plain(allocator.full_to_swa_index_mapping).device
         self._on_host = self.device.type == "cpu"
         self.substituted: dict[str, str] = {}
+        self.frees_full_alone = hasattr(allocator, "free_full")
 
     # allocate
 
@@ -121,7 +123,7 @@ class Driver:
 
     def free_full(self, full: Tensor) -> None:
         """``free_full`` (0.5.19 and later), else ``free``."""
-        if hasattr(self.allocator, "free_full"):
+        if self.frees_full_alone:
             self.allocator.free_full(full)
         else:
             self._instead("free_full", "free")(full)

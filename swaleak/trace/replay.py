@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swaleak.checker.compare import Violation, compare
 from swaleak.checker.run import Execution, Findings
@@ -30,7 +30,7 @@ class TraceRun:
 
     ``first_bad``: the first group after which something was wrong. ``differ``: groups after which
     the counts were not as recorded. ``raised``: what the allocator raised, and at which line.
-    ``exhausted``: the line at which a pool ran dry.
+    ``exhausted``: the line at which a pool ran dry. ``mistakes``: of the callers, by line.
     """
 
     groups: int = 0
@@ -41,6 +41,7 @@ class TraceRun:
     raised: tuple[int, str] | None = None
     exhausted: int | None = None
     verdict: str = "clean"
+    mistakes: list[tuple[int, Violation]] = field(default_factory=list)
 
 
 def run_trace(
@@ -53,7 +54,8 @@ def run_trace(
     Stops early where the allocator raises, where a pool runs dry, or when ``until`` says so after
     a group. Raises ``ScriptError`` (with the line) for a trace that makes no sense.
     """
-    result, findings = TraceRun(), Findings()
+    findings = Findings()
+    result = TraceRun(mistakes=findings.mistakes)
     execution: Execution | None = None
     for item in trace:
         if isinstance(item, Header):
@@ -64,6 +66,7 @@ def run_trace(
         result.calls += 1
         try:
             execution.call(call)
+            findings.called(number, execution.shadow)
             if isinstance(call, GroupEnd):
                 _judge_group(execution, number, call, result, findings)
         except ScriptError as error:
@@ -72,6 +75,7 @@ def run_trace(
             findings.exhausted = result.exhausted = number
             break
         except RAISED as error:  # whatever SGLang's code raises is a result, not a crash
+            findings.called(number, execution.shadow)
             result.raised = (number, format_error(error))
             findings.raised = (*result.raised, False)
             break

@@ -107,9 +107,10 @@ def sizes_of(header: Header) -> Sizes:
 
 def _run(script: Script, target: Target, strategy: str, sizes: Sizes) -> Run | None:
     try:
-        return run_script(target.make(strategy, sizes), script)
+        run = run_script(target.make(strategy, sizes), script)
     except ScriptError:  # a script that makes no sense
         return None
+    return None if run.mistakes else run  # its failure would be the caller's
 
 
 def _room(script: Script, page_size: int) -> Sizes:
