@@ -129,8 +129,10 @@ every = { verdict = "clean", physical = 0, mapped = 0, kinds = ["freed-twice"] }
     seen = cli("repro", str(tmp_path / "live.toml"))
     assert seen.code == 1  # no leak was declared
     words = " ".join(seen.out.split())
-    assert "step 2: overwritten: nothing maps to SWA page 1 any more (the caller's fault)" in words
+    assert "step 2: overwritten: SWA page 1 left without a mapping (the caller's fault)" in words
     assert "from step 2: SWA page 1 leaked (the caller's fault)" in words
+    seen = cli("repro", str(tmp_path / "live.toml"), "--repeat", "150")  # said once, not per round
+    assert seen.out.count("overwritten") == len(STRATEGIES)
 
 
 def test_a_recorded_caller_that_frees_twice(cli: Cli, tmp_path: Path) -> None:

@@ -155,12 +155,12 @@ class Findings:
         self.mistakes: list[tuple[int, Violation]] = []
 
     def called(self, number: int, shadow: Shadow) -> None:
-        """Enter what a caller did wrong in step or line ``number``."""
+        """Enter a caller's mistakes in step or line ``number``; of a step, those of one round."""
         if shadow.mistakes:
-            self.mistakes += [
-                (number, Violation(kind, pages, pool, fault=CALLER))
-                for kind, pool, pages in shadow.mistakes[: MISTAKES_KEPT - len(self.mistakes)]
-            ]
+            known = {(at, mistake.kind, mistake.pool) for at, mistake in self.mistakes}
+            for kind, pool, pages in shadow.mistakes:
+                if (number, kind, pool) not in known and len(self.mistakes) < MISTAKES_KEPT:
+                    self.mistakes.append((number, Violation(kind, pages, pool, fault=CALLER)))
             shadow.mistakes.clear()
 
     def compared(self, number: int, comparison: Comparison, *, in_group: bool = False) -> None:

@@ -44,7 +44,7 @@ WORDINGS = {
     ("miscounted", False): "miscounted: {pool} is not the sum over the nodes",
     ("freed-twice", False): "freed-twice: {pages}",
     ("not-owned", False): "not-owned: {pages} freed by somebody who does not have {it}",
-    ("overwritten", False): "overwritten: nothing maps to {pages} any more",
+    ("overwritten", False): "overwritten: {pages} left without a mapping",
     ("orphaned", False): "orphaned: {pages} kept in use, the full side freed",
 }
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
