@@ -153,3 +153,10 @@ def test_a_recorded_caller_that_frees_twice(cli: Cli, tmp_path: Path) -> None:
         {"line": 4, "kind": "freed-twice", "pool": "full", "pages": [1], "fault": "caller"}
     ]
     assert {one["fault"] for one in result["violations"]} == {"caller"}
+
+
+@pytest.mark.wheels
+def test_a_refusal_is_not_called_the_callers_fault(cli: Cli) -> None:
+    """A latent scenario may be refused; nobody made a mistake in it."""
+    seen = cli("repro", "nested-group", "--on", "0.5.23", "-s", "enqueue", "--page-size", "4")
+    assert (seen.code, "refused" in seen.out, "caller's fault" in seen.out) == (0, True, False)

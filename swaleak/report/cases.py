@@ -20,8 +20,8 @@ from swaleak.report.model import (
     Section,
     TestResult,
     cells,
+    dated_json,
     grouped,
-    mistakes_json,
     mistakes_text,
     outcome_text,
     run_json,
@@ -182,7 +182,7 @@ def case_json(case: Case) -> dict[str, Any]:
         "raised": run.raised,
         "open_group": case.open_group,
         "unmet": list(run.unmet),
-        "healed": mistakes_json(case.run.healed),
+        "healed": dated_json(case.run.healed),
         "substituted": dict(run.substituted),
         "steps": steps,
     }
@@ -256,7 +256,7 @@ def _test_result(case: Case, passed: bool | None) -> TestResult:
 def _repro_row(about: About, case: Case) -> tuple[Cell, ...]:
     on_patched = case.target in about.patched and case.origin == "grafted"
     declared = case.declared.verdict
-    if case.as_declared and case.verdict != declared:
+    if case.as_declared and case.run.by_caller and case.verdict != declared:
         declared = "caller's fault"
     return cells(
         _strategy(case),

@@ -245,13 +245,13 @@ def violations_json(violations: Iterable[Violation]) -> list[dict[str, Any]]:
 def run_json(run: Run) -> dict[str, Any]:
     """Return what a run came out as, at its end, and its caller's mistakes."""
     result = {"verdict": run.verdict, **_counts_json(run)}
-    result["violations"] += mistakes_json(run.mistakes)
+    result["violations"] += dated_json(run.mistakes)
     return result
 
 
-def mistakes_json(mistakes: Iterable[tuple[int, Violation]], place: str = "step") -> list[Any]:
-    """Return a caller's mistakes as violations, each with the step or line that made it."""
-    return [{place: at} | violations_json([mistake])[0] for at, mistake in mistakes]
+def dated_json(found: Iterable[tuple[int, Violation]], place: str = "step") -> list[Any]:
+    """Return violations as JSON, each with its step or line."""
+    return [{place: at} | violations_json([violation])[0] for at, violation in found]
 
 
 def mistakes_text(mistakes: Iterable[tuple[int, Violation]], place: str = "step") -> list[str]:

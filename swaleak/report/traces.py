@@ -16,7 +16,7 @@ from swaleak.report.model import (
     Report,
     Section,
     cells,
-    mistakes_json,
+    dated_json,
     mistakes_text,
     run_json,
     violations_json,
@@ -54,8 +54,8 @@ def replay_report(about: About, path: Path, runs: Sequence[Replayed]) -> Report:
     lines = [f"{run.strategy}: {fact}" for run in runs for fact in _facts(run.trace)]
     lines.append("as recorded: groups after which both counts were those of the recorded run.")
     grid = Grid(columns, rows, frozenset({*counts, "as recorded"}))
-    ok = all(one["verdict"] == "clean" and one["groups"] for one in results)
-    ok = ok and not any(run.trace.mistakes for run in runs)
+    clean = all(one["verdict"] == "clean" and one["groups"] for one in results)
+    ok = clean and not any(run.trace.mistakes for run in runs)
     return about.report("replay", ok, [Section(path.name, grid, tuple(lines))], results)
 
 
@@ -118,7 +118,7 @@ def _json(run: Replayed) -> dict[str, Any]:
         "groups_as_recorded": seen.groups - seen.differ,
         "violations": [
             *(violations_json(seen.first_bad.violations) if seen.first_bad else []),
-            *mistakes_json(seen.mistakes, "line"),
+            *dated_json(seen.mistakes, "line"),
         ],
     }
     if seen.first_bad:
