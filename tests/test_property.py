@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swaleak.checker.run import Execution, Run, run_script
 from swaleak.errors import ScriptError
 from swaleak.scenario import steps
-from swaleak.scenario.contract import is_mistake
+from swaleak.scenario.contract import is_legal
 from swaleak.scenario.steps import Step
 from swaleak.targets.driver import Sizes
 from swaleak.targets.open import Builtin, Target
@@ -56,7 +56,7 @@ def legal(drawn: list[Step], page_size: int) -> list[Step]:
             continue
         if getattr(op, "source", None) == getattr(op, "node", ""):
             continue
-        if is_mistake(op, execution.shadow):
+        if not is_legal(op, execution.shadow):
             continue
         try:
             execution.step(op)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swaleak.checker.shadow import Shadow
-from swaleak.scenario.toml import KINDS
+from swaleak.scenario.toml import ALLOCATOR, CALLER, KINDS
 from swaleak.targets.driver import State
 
 
@@ -31,7 +31,7 @@ class Violation:
     pages: tuple[int, ...]
     pool: str | None = None
     owner: str | None = None
-    fault: str = "allocator"
+    fault: str = ALLOCATOR
 
     def __str__(self) -> str:
         where = " ".join(filter(None, (self.owner and f"{self.owner}'s", self.pool)))
@@ -136,7 +136,7 @@ def _violations(reading: Reading, shadow: Shadow) -> list[Violation]:
 
     def add(kind: str, page: int, pool: str | None, owner: str | None = None, at: int = 0) -> None:
         caused = (pool or "full", page) in shadow.mistaken
-        key = kind, pool, owner, "caller" if caused else "allocator"
+        key = kind, pool, owner, CALLER if caused else ALLOCATOR
         found.setdefault(key, []).append(at if owner else page)
 
     _compare_mapping(reading, shadow, add)

@@ -18,11 +18,10 @@ from swaleak.checker.shadow import Shadow
 from swaleak.errors import RAISED, ScriptError, StandInError, TargetError, format_error
 from swaleak.scenario.calls import PoolExhausted
 from swaleak.scenario.steps import Expect, Step
-from swaleak.scenario.toml import FAULTS
+from swaleak.scenario.toml import ALLOCATOR, CACHE
 from swaleak.targets.driver import State
 from swaleak.targets.radix_cache import UNMAPPED, Held, Look, RadixCache, Reader
 
-ALLOCATOR, CACHE = FAULTS[:2]
 EAGER = "eager"
 
 

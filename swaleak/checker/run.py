@@ -19,12 +19,11 @@ from swaleak.checker.snapshot import Marks, marks, unchanged
 from swaleak.errors import RAISED, ScriptError, format_error
 from swaleak.scenario import steps
 from swaleak.scenario.calls import Call, PoolExhausted, WrongAllocation
-from swaleak.scenario.contract import ALLOCATES, check_room, check_size, is_mistake, refusal
+from swaleak.scenario.contract import ALLOCATES, check_room, check_size, is_legal, refusal
 from swaleak.scenario.steps import Step
-from swaleak.scenario.toml import FAULTS
+from swaleak.scenario.toml import CALLER
 from swaleak.targets.driver import Driver
 
-CALLER = FAULTS[2]
 MISTAKES_KEPT = 100  # of one run
 # what a mistake in the code raises, and no check that was written on purpose
 MISTAKES = (
@@ -118,7 +117,7 @@ class Execution:
 
     def is_legal(self, step: Step) -> bool:
         """Whether a step makes sense now, and is no mistake of the caller."""
-        return refusal(step, self.shadow) is None and not is_mistake(step, self.shadow)
+        return is_legal(step, self.shadow)
 
     def make(self, step: Step) -> None:
         """Make the calls of a step that is known to be legal."""
@@ -279,12 +278,12 @@ class _ScriptRunner:
                     ) from None
                 return False
             except RAISED as error:  # of SGLang's code: a result, not a crash
-                findings.called(number, execution.shadow)
                 self._compare(number, step)
                 refused = is_refusal(step, error, before, marks(execution.driver))
                 findings.raised = (number, format_error(error), refused)
                 return False
-            findings.called(number, execution.shadow)
+            finally:
+                findings.called(number, execution.shadow)
             if self.comparing or isinstance(step, steps.Expect):
                 self._compare(number, step)
         return True

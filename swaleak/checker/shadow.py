@@ -148,14 +148,14 @@ class Shadow:
 
     def free(self, full: Span, *, full_side: bool, swa_side: bool) -> None:
         """The pages of full slots lose their owners, their SWA peers, or both."""
+        if not swa_side:
+            orphaned = self._with_peers(full)
+            self.orphaned.update(orphaned)
+            swa_side = bool(orphaned)  # nobody can reach their peers any more
         if swa_side:
             self._set_pages(zip(full.pages, repeat(0)))
         if full_side:
-            owned, peers = self.owned.cells, self.peer.cells
-            if not swa_side and any(map(peers.__getitem__, full.pages)):
-                orphaned = [page for page in full.pages if peers[page]]
-                self.orphaned.update(orphaned)  # nobody can reach their peers any more
-                self._set_pages(zip(orphaned, repeat(0)))
+            owned = self.owned.cells
             for page in full.pages:
                 self.full_used -= owned[page]
                 owned[page] = 0
@@ -207,9 +207,8 @@ class Shadow:
         if not all(map(owned.__getitem__, full.pages)):
             unowned = [page for page in dict.fromkeys(full.pages) if not owned[page]]
             self._freed_again(page for page in unowned if full_side or not peers[page])
-        if full_side and not swa_side and any(map(peers.__getitem__, full.pages)):
-            pages = [page for page in full.pages if peers[page]]
-            self._mistake("orphaned", "swa", (peers[page] for page in pages if peers[page] > 0))
+        if not swa_side and (pages := self._with_peers(full)):
+            self._mistake("orphaned", "swa", self._mapped_by(full))
             self.mistaken.update(("full", page) for page in pages)
 
     def _mistake(self, kind: str, pool: str, pages: Iterable[int]) -> None:
@@ -225,6 +224,11 @@ class Shadow:
             kinds.setdefault("freed-twice" if taken[page] else "not-owned", []).append(page)
         for kind, pages in kinds.items():
             self._mistake(kind, "full", pages)
+
+    def _with_peers(self, full: Span) -> list[int]:
+        """Return the full pages that map to something."""
+        cells = self.peer.cells
+        return [page for page in full.pages if cells[page]]
 
     def _mapped_by(self, full: Span) -> list[int]:
         """Return the SWA pages that full slots map to, before the mapping is written."""

@@ -266,14 +266,13 @@ class FreeCall(Call, frozen=True):
     def make(self, driver: Any, shadow: Any) -> None:
         """Free, whoever holds the slots now."""
         swa_side = self.swa_side or not driver.frees_full_alone
-        sides = {"full_side": self.full_side, "swa_side": swa_side}
         full = shadow.to_free(self.full)
-        shadow.about_to_free(full, **sides)
+        shadow.about_to_free(full, full_side=self.full_side, swa_side=swa_side)
         passed = driver.index(full.slots)
         if self.buffer is not None:
             shadow.buffers[self.buffer] = passed
         getattr(driver, self.op)(passed)
-        shadow.free(full, **sides)
+        shadow.free(full, full_side=self.full_side, swa_side=swa_side)
 
 
 class Free(FreeCall, frozen=True, tag="free"):

@@ -33,19 +33,19 @@ CONTRACTS = (PRODUCTION, LATENT)
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
-class Mistake(str):
+class Misuse(str):
     """Why a step makes no sense now, though its calls can be made: it is a caller's mistake."""
 
 
 def refusal(step: Step, shadow: Shadow) -> str | None:
     """Return why a step makes no sense now, None if it does, or is a mistake of the caller."""
     reason = _judge(step, shadow)[0]
-    return None if isinstance(reason, Mistake) else reason
+    return None if isinstance(reason, Misuse) else reason
 
 
-def is_mistake(step: Step, shadow: Shadow) -> bool:
-    """Whether a step is a mistake of the caller, which a script may make and a search does not."""
-    return isinstance(_judge(step, shadow)[0], Mistake)
+def is_legal(step: Step, shadow: Shadow) -> bool:
+    """Whether a step makes sense now, and is no mistake of the caller."""
+    return _judge(step, shadow)[0] is None
 
 
 def in_production(step: Step, shadow: Shadow) -> bool:
@@ -62,7 +62,7 @@ def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
                 orphan = node in freed and any(shadow.peers(freed[node]))
                 if step.call.full_side or not orphan:
                     if node in shadow.gone:
-                        return Mistake(f"{step.key} {node}: it was freed before"), False
+                        return Misuse(f"{step.key} {node}: it was freed before"), False
                     return _absent(step, node)
             peers = _peers(step, shadow)
             if not peers:
@@ -70,7 +70,7 @@ def _judge(step: Step, shadow: Shadow) -> tuple[str | None, bool]:
             if not isinstance(step, steps.FreeFull):
                 return None, all(peers)  # the caches know a tombstone, and call free_full for it
             if any(peers):
-                return Mistake(f"free_full {node}: it still has SWA pages"), False
+                return Misuse(f"free_full {node}: it still has SWA pages"), False
         case steps.Group(edge):
             return None, shadow.in_group == (edge == "end")
         case steps.Recover(node, source) | steps.Adopt(node, source):
@@ -392,8 +392,8 @@ def _no_orphan(shadow: Shadow) -> tuple[str | None, bool]:
     ), False
 
 
-def _no_tombstone(step: Step, node: str) -> Mistake:
-    return Mistake(f"{step.key} {node}: it is no tombstone, free_swa it first")
+def _no_tombstone(step: Step, node: str) -> Misuse:
+    return Misuse(f"{step.key} {node}: it is no tombstone, free_swa it first")
 
 
 def _absent(step: Step, node: str) -> tuple[str, bool]:

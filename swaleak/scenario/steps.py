@@ -190,8 +190,7 @@ class FreeStep(Step, frozen=True):
 
     def owner(self, shadow: Shadow) -> Node:
         """Return the node, also if it was freed before."""
-        node = self.node
-        return shadow.nodes.get(node) or shadow.freed.get(node) or shadow.gone[node]
+        return shadow.nodes.get(self.node) or shadow.gone[self.node]
 
     def touched(self, shadow: Shadow, node: Node) -> range:
         """Return which of the node's pages are freed."""
@@ -202,9 +201,11 @@ class FreeStep(Step, frozen=True):
         return range(first // size, -(-stop // size) if first < stop else 0)
 
     def rename(self, shadow: Shadow) -> None:
-        if self.node not in shadow.nodes or not self.call.full_side:
-            if self.node not in shadow.nodes and not any(shadow.peers(self.owner(shadow))):
+        if self.node not in shadow.nodes:
+            if not any(shadow.peers(self.owner(shadow))):
                 shadow.freed.pop(self.node, None)
+            return
+        if not self.call.full_side:
             return
         node, size = shadow.nodes[self.node], shadow.page_size
         gone = self.touched(shadow, node)

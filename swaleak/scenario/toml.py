@@ -28,7 +28,7 @@ MAX_STEPS = 100_000
 STRATEGIES = ("eager", "deferred", "enqueue", "barrier")
 CACHES = ("swa", "unified")
 VERDICTS = ("clean", "leak", "corrupt", "refused", "error")
-FAULTS = ("allocator", "cache", "caller")
+ALLOCATOR, CACHE, CALLER = FAULTS = ("allocator", "cache", "caller")
 KINDS = (
     *("leak", "lost", "stale", "dangling", "double-free", "reserved", "shared", "misaligned"),
     *("stolen", "miscounted"),
@@ -302,7 +302,7 @@ class _Reader:
         table = self.table(place, value, KnownTable)
         outcome = self.outcome(place, table)
         versions = self.versions(place, table.versions)
-        fault = self.choice(f"{place}.fault", table.fault, FAULTS[:2])
+        fault = self.choice(f"{place}.fault", table.fault, (ALLOCATOR, CACHE))
         sizes = tuple(table.page_sizes or ())
         return Known(versions, outcome, sizes, table.fixed, table.fix, fault)
 

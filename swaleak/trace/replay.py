@@ -66,7 +66,6 @@ def run_trace(
         result.calls += 1
         try:
             execution.call(call)
-            findings.called(number, execution.shadow)
             if isinstance(call, GroupEnd):
                 _judge_group(execution, number, call, result, findings)
         except ScriptError as error:
@@ -75,10 +74,11 @@ def run_trace(
             findings.exhausted = result.exhausted = number
             break
         except RAISED as error:  # whatever SGLang's code raises is a result, not a crash
-            findings.called(number, execution.shadow)
             result.raised = (number, format_error(error))
             findings.raised = (*result.raised, False)
             break
+        finally:
+            findings.called(number, execution.shadow)
         if isinstance(call, GroupEnd) and until(result):
             break
     result.verdict = findings.verdict
